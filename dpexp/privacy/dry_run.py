@@ -39,15 +39,17 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
     data.memory.refuse([*module.named_parameters(), *module.named_buffers()])
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     failure = ConfigError("data: the training set has no records.")
-    shapes = rounds.count_shapes()
+    shapes = rounds.shapes()
     for example in rounds.examples():
         if isinstance(example, FailedRecord):
             failure = failure if isinstance(failure, NoLoss) else _not_fetched(example.reason)
             continue
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
+        others = {(one := Chunk.of(loss_of, other.to(device).batch, 1)).key: one for other in shapes}
+        others.pop(chunk.key, None)
         try:
             with DataUnread(data) as seen:
-                step.decide(chunk, later, shapes)
+                step.decide(chunk, later, [*others.values()])
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
             pairs = _of_pairs(SyntheticRecords(), chunk, module, device, False)

@@ -367,12 +367,46 @@ def of_rows(net, x, y):
     return F.l1_loss(net(x)[mask], torch.zeros_like(net(x))[mask]) + (net(x)[mask] - 1).abs().mean() * (1 + right)
 
 
-@pytest.mark.parametrize("step", [by_one_mask, by_places, of_classes, of_some_classes, of_rows])
+def with_infinite_derivatives(net, x, y):
+    h, w = net(x)[..., 0].exp(), net.bias[0].exp()
+    a = h[y != 0]
+    entropy = (a / a.sum() * (a / a.sum()).log()).sum()
+    return (a * w).log().mean() + (a * w).sqrt().sum() + a.log().mean() * w + F.mse_loss(a.log(), w) + entropy
+
+
+def labels_from_1(net, x, y):
+    mask, scores, some = y != 0, net(x), y + 1
+    p = scores[..., 0].sigmoid()
+    binary = F.binary_cross_entropy(p[mask], (some[mask] - 1).double() / 2)
+    return F.cross_entropy(scores[mask], some[mask] - 1) + binary
+
+
+SELECTIONS = [by_one_mask, by_places, of_classes, of_some_classes, of_rows, with_infinite_derivatives, labels_from_1]
+
+
+@pytest.mark.parametrize("step", SELECTIONS)
 def test_entries_selected_by_a_mask(step):
     net = nn.Linear(D, 3).double()
     x, y = torch.randn(B, T, D, dtype=torch.float64), torch.randint(3, (B, T))
     x[:, 0, 0], y[:, 0], y[:, 1] = 1.0, 0, 2
     assert_gradients_equal(net, lambda batch: step(net, *batch), (x, y))
+
+
+def caught(count):
+    try:
+        return count()
+    except Exception:
+        return -1
+
+
+def added_in_place(entries):
+    entries += 1
+    return entries
+
+
+def written_after(places, mask):
+    mask.logical_not_()
+    return places
 
 
 @pytest.mark.parametrize(
@@ -393,6 +427,14 @@ def test_entries_selected_by_a_mask(step):
         lambda entries, mask: entries.sum() if entries == 0 else -entries.sum(),
         lambda entries, mask: entries.sum() * len(torch.where(mask)[0]),
         lambda entries, mask: (entries * mask.logical_not_().sum()).sum(),
+        lambda entries, mask: caught(lambda: len(entries)) * entries.sum(),
+        lambda entries, mask: caught(lambda: entries.shape[0]) * entries.sum(),
+        lambda entries, mask: caught(lambda: [*entries]) * entries.sum(),
+        lambda entries, mask: setattr(entries, "data", entries.detach()) or entries.sum(),
+        lambda entries, mask: added_in_place(entries).sum() + entries.sum(),
+        lambda entries, mask: torch.ones(T, T)[torch.where(mask)[0]].sum() * entries.sum(),
+        lambda entries, mask: torch.ones(1, T)[written_after(torch.where(mask), mask)].sum() * entries.sum(),
+        lambda entries, mask: torch.masked_select(torch.ones(T, 1, T), mask).sum() * entries.sum(),
     ],
 )
 def test_what_needs_the_number_of_selected_entries_runs_one_record_at_a_time(use):
@@ -457,3 +499,9 @@ def test_strides_are_not_read_where_a_memory_format_was_asked_for():
     chunk = Chunk.of(loss_of, (torch.randn(B, 1, 4, dtype=torch.float64),), B)
     with pytest.raises(RuntimeError, match="as_strided depends on the memory_format"):
         VmapPass(net, {**trainable(net)}, Values({}, net.weight))(chunk)
+
+
+def test_a_selection_is_a_tensor_to_the_step():
+    net = nn.Linear(D, 1).double()
+    loss_of = lambda batch: (1 if torch.is_tensor(a := net(batch[0])[..., 0][batch[0][..., 0] > 0]) else -1) * a.sum()  # noqa: E731
+    assert_gradients_equal(net, loss_of, (torch.randn(B, T, D, dtype=torch.float64),))

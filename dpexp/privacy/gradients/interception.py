@@ -103,9 +103,9 @@ class Interceptor(MixingRefused):
             raise
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, leaves: list[Any]) -> Any:
-        if any(type(leaf) in (Selected, Places) for leaf in leaves) or selects(func, args):
+        if any(type(leaf) in (Selected, Places) for leaf in leaves) or selects(func, args, kwargs):
             with self:
-                return selection(func, args, kwargs)
+                return selection(func, args, kwargs, partial(setattr, self, "error"))
         if (indexing := _public_name(func)) in INDEXED:
             safe = clamp_indices(indexing, args, kwargs)
             if safe is not None:

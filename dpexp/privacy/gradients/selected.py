@@ -5,7 +5,7 @@ anything else raises an error, and records are then processed one at a time.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,35 +26,87 @@ _LOSSES = {
 }  # fmt: skip
 _PLACES = "the number of places where a boolean mask is true depends on a record's data."
 _IGNORED = -100
-_DEFAULTS = {"ignore_index": _IGNORED, "label_smoothing": 0.0}
+_DEFAULTS = {"ignore_index": _IGNORED, "label_smoothing": 0.0, "delta": 1.0, "beta": 1.0}
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 
 
 def _operator(func: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: apply(func, args, {})
+    return lambda self, *args: apply(func, (self, *args), {})
 
 
-class Selected:
+def _refused(what: str) -> Callable[..., Any]:
+    return lambda self, *_: self.refuse(f"{what} of entries selected by a boolean mask depends on how many there are.")
+
+
+class _OfMask:
+    """What stands for a result of unknown size. What it cannot do is refused, also where the step catches the error.
+
+    Args:
+        on_error: is called with each error.
+    """
+
+    _own = ("mask", "version", "values", "on_error")
+
+    def __init__(self, mask: Tensor, on_error: Callable[[Exception], None]) -> None:
+        self.mask, self.version, self.on_error = mask, version_of(unbatched_fully(mask)), on_error
+
+    def refuse(self, message: str) -> NoReturn:
+        error = RuntimeError(message)
+        self.on_error(error)
+        raise error
+
+    def check_mask(self, mask: Tensor) -> None:
+        if self.mask is not mask or version_of(unbatched_fully(mask)) != self.version:
+            self.refuse("entries selected by several boolean masks are combined, or a mask was written to.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._own:
+            self.refuse(f"an attribute {name} of entries selected by a boolean mask is set.")
+        super().__setattr__(name, value)
+
+
+for _name in ("len", "iter", "getitem", "setitem", "contains", "bool", "int", "float", "index", "array", "iadd", "isub",
+              "imul", "itruediv", "ipow", "iand", "ior", "copy", "deepcopy", "repr", "format"):  # fmt: skip
+    setattr(_OfMask, f"__{_name}__", _refused(_name))
+
+
+class Places(_OfMask):
+    """torch.where(mask) or mask.nonzero(as_tuple=True)."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError(_PLACES)  # PyTorch itself asks whether an index is a sequence
+
+    __len__ = __getitem__ = __iter__
+
+
+class Selected(_OfMask):
     """x[mask] of x [*mask.shape, ...], whose other entries are 0 here and get no gradient."""
 
-    def __init__(self, x: Tensor, mask: Tensor) -> None:
-        self.mask, self.version = mask, version_of(unbatched_fully(mask))
-        self.values = x.masked_fill(~mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim())), 0)
+    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]  # of isinstance
+
+    def __init__(self, values: Tensor, mask: Tensor, on_error: Callable[[Exception], None]) -> None:
+        super().__init__(mask, on_error)
+        self.values = values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return apply(func, args, kwargs or {})
 
+    def filled(self) -> Tensor:
+        """The tensor with 0 where the mask is false."""
+        return self.values.masked_fill(~self.spread(), 0)
+
+    def spread(self) -> Tensor:
+        """The mask with as many dimensions as the tensor."""
+        return self.mask.reshape(*self.mask.shape, *(1,) * (self.values.dim() - self.mask.dim()))
+
     def __getattr__(self, name: str) -> Any:
         if name in ("dtype", "device", "is_floating_point"):
             return getattr(self.values, name)
         if name not in _OF_ENTRIES | {"mean", "sum"}:
-            raise RuntimeError(f"{name} of entries selected by a boolean mask depends on how many there are.")
+            self.refuse(f"{name} of entries selected by a boolean mask depends on how many there are.")
         method = getattr(Tensor, name)
         return lambda *args, **kwargs: apply(method, (self, *args), kwargs)
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("a branch on entries selected by a boolean mask depends on how many there are.")
 
     __add__ = __radd__ = _operator(torch.add)
     __sub__, __rsub__ = _operator(torch.sub), _operator(torch.rsub)
@@ -65,36 +117,29 @@ class Selected:
     __hash__ = None  # type: ignore[assignment]
 
 
-def selects(func: Any, args: tuple) -> bool:
+def selects(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether a call selects the entries, or the places, where a record's mask is true."""
-    index = args[-1] if args else None
+    index = args[-1] if args and not kwargs else None
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0 and is_batched(index)
     return is_mask and (func in _SELECTIONS or (func is torch.where and len(args) == 1))
 
 
-def selection(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def selection(func: Callable[..., Any], args: tuple, kwargs: dict, on_error: Callable[[Exception], None]) -> Any:
     """A call that selects entries, or that has selected ones as arguments."""
-    if func is torch.where and len(args) == 1:
-        return Places(args[0])
-    if func not in _SELECTIONS:
+    if func is torch.where and len(args) == 1 and not kwargs and type(args[0]) is not Selected:
+        return Places(args[0], on_error)
+    if func not in _SELECTIONS or kwargs or len(args) != 2 or type(args[0]) in (Selected, Places):
         return apply(func, args, kwargs)
     x, index = args
-    mask = index.mask if isinstance(index, Places) else index
-    if not isinstance(x, Tensor) or mask.shape != x.shape[: mask.dim()]:
+    if type(index) is Places:
+        index.check_mask(index.mask)
+    mask = index.mask if type(index) is Places else index
+    shape = x.shape if func in _SELECTIONS[1:] else x.shape[: mask.dim()]
+    if type(mask) is Selected or mask.shape != shape:
         raise RuntimeError("a boolean mask selects from a tensor of another shape.")
-    return Selected(x, mask)
-
-
-class Places:
-    """torch.where(mask) or mask.nonzero(as_tuple=True)."""
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-
-    def __iter__(self) -> Any:
-        raise RuntimeError(_PLACES)
-
-    __len__ = __getitem__ = __iter__
+    found = Selected(x, mask, on_error)
+    found.values = found.filled()
+    return found
 
 
 def apply(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -103,49 +148,52 @@ def apply(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     Raises:
         RuntimeError: the function is neither one of single entries nor a loss, a sum or a mean.
     """
-    some = [value for value in (*args, *kwargs.values()) if isinstance(value, Selected)]
+    some = [value for value in (*args, *kwargs.values()) if type(value) is Selected]
     if not some:
         raise RuntimeError(_PLACES)
-    now = version_of(unbatched_fully(some[0].mask))
-    if any(one.mask is not some[0].mask or one.version != now for one in some):
-        raise RuntimeError("entries selected by several boolean masks are combined, or a mask was written to.")
-    others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
-    name, mask = getattr(func, "__name__", ""), some[0].mask
-    if others:
-        raise RuntimeError("entries selected by a boolean mask are combined with a tensor of their number.")
-    values = [value.values if isinstance(value, Selected) else value for value in args]
-    options = {key: value.values if isinstance(value, Selected) else value for key, value in kwargs.items()}
-    if func not in _OF_CLASSES and any(one.values.shape != some[0].values.shape for one in some):
-        raise RuntimeError("entries selected by a boolean mask from tensors of several shapes are combined.")
-    if func in _LOSSES:
+    like = some[0]
+    for one in some:
+        one.check_mask(like.mask)
+    name, mask, is_loss = getattr(func, "__name__", ""), like.mask, func in _LOSSES
+    if name not in _OF_ENTRIES | {"mean", "sum"} and not is_loss:
+        like.refuse(f"{name} of entries selected by a boolean mask depends on how many there are.")
+    if func not in _OF_CLASSES and any(one.values.shape != like.values.shape for one in some):
+        like.refuse("entries selected by a boolean mask from tensors of several shapes are combined.")
+
+    def value_of(value: Any) -> Any:
+        if type(value) is Selected:
+            return value.filled() if is_loss else value.values
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim():
+            like.refuse("entries selected by a boolean mask are combined with a tensor of their number.")
+        # Infinite derivatives at other entries, times their gradient 0, would be NaN in the gradient of this number.
+        return torch.where(like.spread(), value, value.detach()) if value.is_floating_point() else value
+
+    values, options = [*map(value_of, args)], {key: value_of(value) for key, value in kwargs.items()}
+    if is_loss:
         unset = {
             key for key, value in options.items() if value is None or (key in _DEFAULTS and value == _DEFAULTS[key])
         }
         options = {key: value for key, value in options.items() if key not in unset}
         if len(values) > 2 or options.keys() - {"reduction", "input", "target"}:
-            raise RuntimeError(f"{name} of entries selected by a boolean mask takes no options but reduction.")
+            like.refuse(f"{name} of entries selected by a boolean mask takes no options but reduction.")
         reduction: Any = options.pop("reduction", "mean")
         if func in _OF_CLASSES:
             given = dict(zip(("input", "target"), values, strict=False)) | options
             classes, target = given["input"], given["target"]
             if classes.dim() != mask.dim() + 1 or target.dim() != mask.dim():
-                raise RuntimeError(f"{name} of entries selected by a boolean mask takes scores [N, C] and labels [N].")
+                like.refuse(f"{name} of entries selected by a boolean mask takes scores [N, C] and labels [N].")
             each = func(classes.flatten(0, -2), target.flatten(), reduction="none").view(mask.shape)
             mask = mask & (target != _IGNORED)
         else:
             each = func(*values, **options, reduction="none")
-        return _as_selected(each, some[0]) if reduction == "none" else _reduced(each, mask, reduction)
-    if name in ("mean", "sum") and len(values) == 1 and not options:
+        return Selected(each, like.mask, like.on_error) if reduction == "none" else _reduced(each, mask, reduction)
+    if name in ("mean", "sum"):
+        if len(values) != 1 or options:
+            like.refuse(f"{name} of entries selected by a boolean mask takes no dimension.")
         return _reduced(values[0], mask, name)
-    if name not in _OF_ENTRIES:
-        raise RuntimeError(f"{name} of entries selected by a boolean mask depends on how many there are.")
-    return _as_selected(func(*values, **options), some[0])
-
-
-def _as_selected(values: Tensor, like: Selected) -> Selected:
-    found = Selected.__new__(Selected)
-    found.mask, found.version, found.values = like.mask, like.version, values
-    return found
+    return Selected(func(*values, **options), like.mask, like.on_error)
 
 
 def _reduced(each: Tensor, mask: Tensor, reduction: str) -> Tensor:

@@ -1,11 +1,13 @@
 """Decides how a job's records are processed: by a traced graph, by vmap, or one at a time."""
 
+import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from dpexp.privacy.gradients.local_training import LocalTrainer
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ChunkGradients, VmapPass, gradients_of_one_record, no_seeds
 from dpexp.privacy.gradients.traced import MixesRecords, NotTraceable
+from dpexp.privacy.gradients.tracer import side_effects_undone
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
@@ -49,6 +52,7 @@ _OTHER_RECORDS = (1, 2, 4)  # numbers of other records between two probes of the
 _PROBE_SCALES = (8, 0.125)  # factors of further probes, since a step may have thresholds anywhere
 _MAX_TRACING_TIME = _MAX_CHECKING_TIME = 0.02  # fractions of the time since the start
 _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
+_MAX_PROBES = 36
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
 _MAX_STEP_CHANGES = 3  # with more, the step is no longer traced
 
@@ -96,6 +100,10 @@ class Step:
         self.public: Any = None
         self.synthetic: SyntheticRecords | None = None
         self._check: StateCheck | None = None
+        self._tested: dict[Hashable, Chunk] = {}  # a synthetic record of each shape tested for state
+        self._probed: list[Chunk] = []
+        self._first_state: tuple = ()
+        self._round = 0
         self._template: tuple[Chunk, _Settings] | None = None  # a synthetic record; settings of a later round
         self._calls = 1
         self._last_traced_round = 0  # rounds completed then
@@ -108,15 +116,16 @@ class Step:
         """A digest of the mode and graphs, which all processes must have in common."""
         return digest_as_integer(f"{self.mode} {self.graphs.digest()}".encode())
 
-    def decide(self, chunk: Chunk, settings: _Settings = nullcontext, shapes: int = 1) -> None:
+    def decide(self, chunk: Chunk, settings: _Settings = nullcontext, others: Sequence[Chunk] = ()) -> None:
         """Decides `mode` for the job, on synthetic records of which only shapes and types are those of `chunk`.
 
-        A step is traced only if its graph is the same under `settings`, those of a later round, and if 16
-        records have at most 12 `shapes`. Raises StateFound if the step keeps state of records or changes a weight,
-        ConfigError if it fails.
+        A step is traced only if its graph is the same under `settings`, those of a later round, and if 16 records have
+        at most 12 shapes: that of `chunk` and those of `others`. Raises StateFound if the step keeps state of records
+        or changes a weight, ConfigError if it fails.
         """
-        before = self._digests()
+        before, shapes = self._digests(), 1 + len(others)
         with own_state(self._device):
+            first = [self._gradients_in_fresh_modules(one) for one in others[:1]]
             synthetic, error = self._synthetic_records(chunk)
             self.synthetic = synthetic or SyntheticRecords()
             if error is not None:
@@ -131,12 +140,35 @@ class Step:
                 self._trace(chunk, settings)
                 self._template = synthetic.records(chunk.row(0), 1, 0), settings
             if self.mode != TRACED:
-                self._test_for_state(chunk)
+                for one in (chunk, *others):
+                    self._test_for_state(one)
+            if first and first[0] is not None and first[0] != self._gradient_digests(others[0]):
+                raise StateFound(KEEPS_STATE.format(what="what training_step sets depends on the first record's shape"))
         now = self._digests()
         changed = next((name for name, was in before.items() if now.get(name, was) != was), None)
         if changed is not None:
             raise StateFound(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
         self._warn_if_slow(shapes)
+
+    def _gradient_digests(self, like: Chunk) -> list[bytes] | None:
+        """Digests of the loss and gradients of a synthetic record of this shape; None: it has none."""
+        state = all_random_states(self._device)
+        set_all_random_states(self._device, *self._first_state)
+        try:
+            one = SyntheticRecords().records(like, 1, 0).batch_of(0)
+            with spectral_norms_fixed(self._module):
+                found, loss = gradients_of_one_record(like.loss_of, one, self._parameters, self._values)
+        except Exception:
+            return None
+        finally:
+            set_all_random_states(self._device, *state)
+        return [*map(digest, (loss, *found.values()))]
+
+    def _gradients_in_fresh_modules(self, like: Chunk) -> list[bytes] | None:
+        """`_gradient_digests` before the step has set an attribute, after which attributes are as before."""
+        self._first_state = all_random_states(self._device)
+        with side_effects_undone(self._module, (self.graphs.reads,), self._device):
+            return self._gradient_digests(like)
 
     def _digests(self) -> dict[str, bytes]:
         """Digests of what a step may not set. Buffers are left out, since a step may fill caches once."""
@@ -189,6 +221,7 @@ class Step:
 
     def begin_round(self, t: int) -> None:
         """Notes weights, buffers and, in the first rounds and then within 2 % of the time, gradients of probes."""
+        self._round = t
         if self._check is None:
             return
         began = time.perf_counter()
@@ -225,9 +258,22 @@ class Step:
     def _add_each(
         self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
     ) -> Iterator[dict[str, Tensor] | Exception]:
+        self._test_new_shape(chunk)
         for i in range(chunk.size):
             one = self._gradients(chunk, i)
             yield self._clipped(one, clip_norms, sums) if isinstance(one, ChunkGradients) else one
+
+    def _test_new_shape(self, chunk: Chunk) -> None:
+        """Tests for state on records of a shape not tested before: of the first 12, and then within 2 % of the time."""
+        now = time.perf_counter()
+        few = len(self._tested) < _MANY_SHAPES or self._checking <= _MAX_CHECKING_TIME * (now - self._began)
+        if self._training or chunk.key in self._tested or not few:
+            return
+        with own_state(self._device):
+            self.check_state(self._round)
+            self._test_for_state(chunk)
+            self.begin_round(self._round)
+        self._checking += time.perf_counter() - now
 
     def _gradients(self, chunk: Chunk, i: int | None = None) -> ChunkGradients | Exception:
         """Gradients of all records by vmap, or of record i; or the error that they raise."""
@@ -249,7 +295,7 @@ class Step:
         except _NOT_A_RECORDS_FAULT:
             raise
         except NotTraceable as reason:
-            self._begin_untraced(chunk, reason)
+            self._begin_untraced(reason)
             with own_state(self._device):
                 each = [*self._add_each(chunk, clip_norms, sums)]
             yield from each
@@ -260,20 +306,15 @@ class Step:
             for i in range(chunk.size):
                 yield from self._add_by_graph(chunk.row(i), clip_norms, sums)
 
-    def _begin_untraced(self, chunk: Chunk, reason: NotTraceable) -> None:
-        """Sets up the state checks when a traced job first meets records whose shape cannot be traced.
+    def _begin_untraced(self, reason: NotTraceable) -> None:
+        """Says that a traced job has records whose shape cannot be traced.
 
         They are processed by the step as written, as in an untraced job: the shapes of other records, which decide the
         mode, must not decide what a record contributes.
         """
-        if self._check is not None:
-            return
-        assert self._template is not None
-        warnings.warn(f"some records are processed one at a time, which is slow: {reason}")
-        self.is_random = True
-        with own_state(self._device):
-            self._test_for_state(replace(self._template[0], loss_of=chunk.loss_of), chunk)
-            self.begin_round(0)
+        if self._check is None:
+            warnings.warn(f"some records are processed one at a time, which is slow: {reason}")
+            self.is_random = True
 
     def gradients_of_record(self, chunk: Chunk, i: int) -> ChunkGradients:
         """Gradients of one record, untraced. In mode `VMAP` vmap computes them, so that norms allow for the same
@@ -328,23 +369,30 @@ class Step:
         except Exception:  # self.reason already says why the step is not traced
             self.mode = LOOP
 
-    def _test_for_state(self, chunk: Chunk, other: Chunk | None = None) -> None:
+    def _test_for_state(self, chunk: Chunk) -> None:
         """Tests whether the step keeps state, and sets up the tests of the rounds.
 
-        Synthetic records of the shape of `chunk` must have the same gradients before and after others, which have the
-        shape of `other`, or of `chunk`.
+        Synthetic records of the shape of `chunk` must have the same gradients before and after others, of that shape
+        and of those tested before.
         """
         assert self.synthetic
         first = self.synthetic.records(chunk, 1, 0)
-        others = [self.synthetic.records(other or chunk, 1, seed + 1) for seed in range(sum(_OTHER_RECORDS))]
-        probed = [first]
+        if (self._tested or self.mode == TRACED) and isinstance(self._gradients(first, 0), Exception):
+            return  # records of this shape contribute nothing
+        self._tested[chunk.key] = first
+        shapes = [first, *reversed(self._tested.values())]
+        others = [
+            self.synthetic.records(replace(like, loss_of=chunk.loss_of), 1, seed + 1)
+            for seed, like in zip(range(sum(_OTHER_RECORDS)), itertools.cycle(shapes))
+        ]  # fmt: skip
         state = all_random_states(self._device)
+        probed = [first]
 
-        def probe() -> list[Tensor]:
+        def probe(some: list[Chunk] = probed) -> list[Tensor]:
             before = all_random_states(self._device)
             set_all_random_states(self._device, *state)
             try:
-                each = [self.gradients_of_record(one, 0) for one in probed]
+                each = [self.gradients_of_record(one, 0) for one in some]
             finally:
                 set_all_random_states(self._device, *before)
             return [t for one in each for t in (one.losses, *(use.materialize() for use in one.by_name.values()))]
@@ -372,7 +420,8 @@ class Step:
                 raise ConfigError(str(error)) from error
             what = f"training_step fails after other records ({explain(error)})"
             raise StateFound(KEEPS_STATE.format(what=what)) from error
-        self._check = check
+        self._probed = (self._probed + probed)[-_MAX_PROBES:]
+        self._check = StateCheck(self._module, partial(probe, self._probed))
 
     def _synthetic_records(self, chunk: Chunk) -> tuple[SyntheticRecords | None, Exception | None]:
         """Synthetic records with finite losses and gradients, if any; and the error, if all raise one."""

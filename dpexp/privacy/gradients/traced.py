@@ -6,6 +6,7 @@ records. A graph does the same in every round and runs no Python of the user's, 
 that record, the weights and fresh randomness alone if no row affects another. `prove` shows that for each graph.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
     _simplify(graph.graph, written)
     _initialise(graph.graph)
     graph.graph.eliminate_dead_code()
-    _check_operators(graph)
+    _check_operators(graph, input_specs)
     return Graph(graph, outputs, input_specs)
 
 
@@ -165,9 +166,20 @@ def _name(target: Any) -> str:
     return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
 
 
-def _check_operators(graph: fx.GraphModule) -> None:
-    """Raises NotTraceable: an operator may keep state or communicate with other processes."""
-    for node in graph.graph.nodes:
+def _check_operators(graph: fx.GraphModule, input_specs: Sequence[tuple]) -> None:
+    """Raises NotTraceable: an operator may keep state or communicate with other processes, or the number of entries
+    that it returns may change with the weights."""
+    of_weights: set[fx.Node] = set()
+    for node, spec in itertools.zip_longest(graph.graph.nodes, input_specs):
+        if spec is not None and spec[1].is_floating_point:
+            of_weights.add(node)
+        elif not of_weights.isdisjoint(node.all_input_nodes):
+            of_weights.add(node)
+            if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and (
+                node.target is not torch.ops.aten.index.Tensor
+                or any(_is_mask(one) for one in node.args[1] if one in of_weights)
+            ):
+                raise NotTraceable(f"how many entries {node.target} returns may change with the weights")
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         namespace = getattr(node.target, "namespace", None)
@@ -177,6 +189,24 @@ def _check_operators(graph: fx.GraphModule) -> None:
             raise NotTraceable(f"it calls {node.target}, which is not one of PyTorch's operators")
         if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
             raise NotTraceable("it draws from a generator of its own")
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Whether a node is a boolean tensor: a comparison, or a view or combination of some."""
+    name = _name(node.target)
+    if name in _COMPARISONS or node.kwargs.get("dtype") == torch.bool:
+        return True
+    return name in _OF_MASKS and any(map(_is_mask, node.all_input_nodes))
+
+
+_COMPARISONS = {
+    "gt", "lt", "ge", "le", "eq", "ne", "logical_not", "logical_and", "logical_or", "logical_xor", "isnan", "isinf",
+    "isfinite", "signbit",
+}  # fmt: skip
+_OF_MASKS = {
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "view", "_unsafe_view", "reshape", "expand", "slice",
+    "select", "unsqueeze", "squeeze", "permute", "transpose", "t", "alias", "detach", "clone", "cat", "where",
+}  # fmt: skip
 
 
 def _check_errors(graph: fx.GraphModule) -> None:

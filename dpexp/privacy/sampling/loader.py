@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.dataloader import default_collate
 
-from dpexp._torch_compat import tree_leaves
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, reseed
@@ -309,12 +308,11 @@ class RoundLoader:
             return None
         return mixing(self._users_loader, lambda: draw_record(self.sampler.size, None, KeyStream()))
 
-    def count_shapes(self) -> int:
-        """The number of shapes that 16 records have; 0 if no user's code made them."""
+    def shapes(self) -> list[RecordBatch]:
+        """16 records, whose shapes and types may be used; none if no user's code made them, whose shapes are equal."""
         if self.only_rows:
-            return 0
-        some = [part.batch for part in islice(self.examples(), _COMPARED) if isinstance(part, RecordBatch)]
-        return len({tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in some})
+            return []
+        return [part for part in islice(self.examples(), _COMPARED) if isinstance(part, RecordBatch)]
 
     def say_padding(self) -> None:
         """Says to which lengths records are padded, once one was."""
