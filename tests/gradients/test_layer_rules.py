@@ -203,27 +203,6 @@ class Attention(nn.Module):
         return y if weights is None else torch.cat([y.flatten(), weights.flatten()])
 
 
-class Functional(nn.Module):
-    """Boolean masks reach F.multi_head_attention_forward as they are, true meaning "ignore"."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-
-    def forward(self, x):
-        a, x = self.attention, x.transpose(0, 1)
-        return torch.nn.functional.multi_head_attention_forward(
-            x, x, x, 8, 2, a.in_proj_weight, a.in_proj_bias, None, None, False, 0.0, a.out_proj.weight,
-            a.out_proj.bias, need_weights=False, attn_mask=CAUSAL,
-        )[0].transpose(0, 1)  # fmt: skip
-
-
-@DTYPES
-def test_attention_with_boolean_masks(dtype):
-    torch.manual_seed(0)
-    assert_equals_reference(Functional(), torch.randn(4, 5, 8), dtype)
-
-
 CAUSAL = torch.ones(5, 5).triu(1).bool()
 PADDING = torch.tensor([[False, False, False, False, True]])
 

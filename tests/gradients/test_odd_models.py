@@ -167,16 +167,6 @@ def test_old_spectral_norm_is_refused(tmp_path):
         trained(tmp_path, module, rows(4))
 
 
-def test_complex_parameters_are_refused(tmp_path):
-    class Complex(Model):
-        def __init__(self):
-            super().__init__()
-            self.factor = nn.Parameter(torch.ones(2, dtype=torch.complex128))
-
-    with pytest.raises(ConfigError, match="factor is complex"):
-        trained(tmp_path, Complex(), rows(4))
-
-
 def test_parameters_without_elements_do_no_harm(tmp_path):
     class WithEmpty(Model):
         def __init__(self):
@@ -210,41 +200,6 @@ def test_sparse_gradients_are_made_dense(tmp_path):
     (sparse,), _ = trained(tmp_path, Looked(True), words)
     (dense,), _ = trained(tmp_path, Looked(False), words)
     assert torch.allclose(sparse, dense, atol=1e-6)
-
-
-class Computed(Model):
-    """Token embeddings of a weight that is computed, with padding."""
-
-    def __init__(self, kind):
-        super().__init__()
-        torch.manual_seed(3)
-        self.kind, self.embed = kind, nn.Embedding(5, 4, padding_idx=0)
-        if kind == "weight_norm":
-            nn.init.normal_(self.embed.weight)
-            parametrizations.weight_norm(self.embed)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.double()
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        if self.kind == "weight_norm":
-            found = self.embed(x)
-        elif self.kind == "functional":
-            found = F.embedding(x, self.embed.weight * self.scale, padding_idx=0)
-        else:
-            found = F.embedding(x, self.embed.weight, padding_idx=0, scale_grad_by_freq=True)
-        return F.cross_entropy(self.net(found.mean(1)), y)
-
-
-@pytest.mark.parametrize(
-    "kind, physical",
-    [("weight_norm", 1), ("weight_norm", 6), ("functional", 2), ("frequencies", 2), ("frequencies", 6)],
-)
-def test_padding_of_computed_embeddings_is_each_records_own(tmp_path, kind, physical):
-    torch.manual_seed(4)
-    words = [(torch.cat([torch.zeros(2, dtype=torch.long), torch.randint(5, (3,))]), y) for _, y in rows(6)]
-    (released,), _ = trained(tmp_path, Computed(kind), words, callback={"max_physical_batch_size": physical})
-    assert torch.allclose(released, sum_of_clipped(Computed(kind), words), atol=1e-6)
 
 
 # torch.export

@@ -84,16 +84,6 @@ def dpexp_data():
     return Digits().test.tensors
 
 
-def test_early_stopping_spends_what_it_ran(dpexp_job):
-    output = dpexp_job(
-        "tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.epochs=10", "optimizer.lr=0",
-        "callbacks=[early_stopping]", "callbacks.early_stopping.patience=1",
-    )  # fmt: skip
-    result = result_of(output)
-    assert 1 < result["rounds"] < 20 and len(read_ledger(output / "ledger.jsonl")) == result["rounds"]
-    assert (output / "last.ckpt").exists(), "it could go on"
-
-
 def test_a_callback_that_needs_what_is_not_there_is_told_in_one_sentence(dpexp_job):
     with pytest.raises(SystemExit, match=r"trainer or callbacks: .*logger"):
         dpexp_job(*QUICK, "callbacks=[learning_rate]")
