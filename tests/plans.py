@@ -1,10 +1,18 @@
-"""Plans and objects of plans in one line, for tests."""
+"""Plans, objects of plans and Trainers in one line, for tests."""
 
 from dpexp import Clipping, Noise, Sampling, Schedules, Target, make_plan
 
 SAMPLING = ("sampling_rate", "expected_batch_size", "max_batch_size", "partitions", "steps", "epochs")
 TARGET = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier", "accountant")
 CLIPPING = ("group", "mechanism", "clip_norm", "clip_rule", "vectors")
+
+
+def trainer(*callbacks, **options):
+    """A quiet Trainer on the CPU, which ends after the plan's rounds."""
+    import pytorch_lightning as pl  # after torchvision, which some tests import
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(callbacks=[*callbacks], **{"accelerator": "cpu", "max_epochs": -1} | quiet | options)
 
 
 def plan_of(module, sampling="poisson", q=None, noise="gaussian", schedules=None, **choices):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import multiprocessing, nn
 from torch.nn import functional as F
@@ -103,10 +103,7 @@ def data(rank=0):
 
 def trainer_of(count, *callbacks):
     options = {"strategy": "ddp", "devices": count, "plugins": [TorchElasticEnvironment()]} if count > 1 else {}
-    return pl.Trainer(
-        accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[*callbacks], **options,
-    )  # fmt: skip
+    return trainer(*callbacks, **options)
 
 
 def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, seed=7):
@@ -117,13 +114,13 @@ def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, se
     privacy = dpexp.PrivacyCallback(
         plan, folder / f"{what}.jsonl", delta=1e-3, max_physical_batch_size=2, noise_seed=seed, accountant="rdp"
     )
-    trainer = trainer_of(count, privacy, seen)
+    run = trainer_of(count, privacy, seen)
     loader = DataLoader(data() if dataset is None else dataset, batch_size=4, shuffle=True)
     with warnings.catch_warnings(), sizes_counted() as sizes:
         warnings.simplefilter("ignore")
         with mock.patch("dpexp.accounting.ledger.writer.os.urandom", lambda n: bytes(n)):  # the ledger's random number
-            trainer.fit(module, loader, ckpt_path=resume, weights_only=False if resume else None)
-    trainer.save_checkpoint(folder / f"{what}.ckpt")
+            run.fit(module, loader, ckpt_path=resume, weights_only=False if resume else None)
+    run.save_checkpoint(folder / f"{what}.ckpt")
     return {
         "released": seen.released,
         "weights": [tensor.clone() for tensor in module.state_dict().values()],

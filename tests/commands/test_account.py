@@ -1,21 +1,17 @@
 """`python -m dpexp account`, and what it draws."""
 
-import json
-import math
 import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
-from scipy.stats import norm
+from jobs import result_of
 from test_accountants import ledger, of
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.ledger import LedgerWriter, concatenate, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
-from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
@@ -87,7 +83,7 @@ def test_a_ledger_that_ends_early_is_read_so_far_and_said_once(written, capsys, 
 def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_job, capsys):
     quick = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0", "privacy.noise_multiplier=3")
     output = dpexp_job(*quick, "privacy.delta=1e-6")
-    run_id = json.loads((output / "result.json").read_text())["mlflow_run_id"]
+    run_id = result_of(output)["mlflow_run_id"]
     expected = epsilon(read_ledger(output / "ledger.jsonl"), 1e-6, "rdp")
     assert account([str(output), "accountant=rdp"]) == {"rdp": expected}
     assert account([run_id, "accountant=rdp"]) == {"rdp": expected}
@@ -118,14 +114,6 @@ def test_mistakes_are_one_sentence(arguments, message, written, tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["dpexp", "account", *(path if a == "LEDGER" else a for a in arguments)])
     with pytest.raises(SystemExit, match=f"(?s)^dpexp: [^\n]*{message}"):
         main()
-
-
-def test_the_trade_off_of_a_gaussian_mechanism():
-    """f(α) = Φ(Φ^-1(1-α) - μ) (Dong, Roth & Su 2022, equation 6)."""
-    alpha = np.linspace(0.001, 0.999, 41)
-    exact = norm.cdf(norm.ppf(1 - alpha) - math.sqrt(9) / 4)
-    found = type_two_errors(ledger(4.0, 1.0, 9), alpha.tolist())
-    assert np.all(found <= exact + 1e-9) and np.max(exact - found) < 1e-3
 
 
 def test_figures_show_what_was_computed():

@@ -1,9 +1,6 @@
 """Jobs with correlated noise, from the command line."""
 
-import json
-
-import pytest
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.releases import releases
@@ -13,7 +10,7 @@ SMALL = ("model=logistic", "trainer.num_evaluations=0", "sampling.expected_batch
 
 def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
     output = dpexp_job(*SMALL, "noise=banded", "sampling.steps=40", "noise.momentum=0")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     ledger = read_ledger(output / "ledger.jsonl")
     ((round_, count),) = ledger.rounds.items()
     b = round_.bands
@@ -22,7 +19,7 @@ def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
     assert result["bands"] == list(round_.queries[0].bands) and result["epsilon"]["pld"] <= 3.0
     assert f"noise correlated over b = {b} rounds, c = (" in (output / "card.md").read_text()
     assert f"noise correlated over {b} rounds" in capsys.readouterr().out
-    run = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db").get_run(result["mlflow_run_id"])
+    run = store_of(tmp_path).get_run(result["mlflow_run_id"])
     assert run.data.params["plan.bands"] == str(b) and run.data.params["noise.bands"] == "auto"
 
 
@@ -33,23 +30,3 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
     )  # fmt: skip
     ((round_, _),) = read_ledger(output / "ledger.jsonl").rounds.items()
     assert (round_.bands, round_.sampling.parts) == (3, 5)
-
-
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        ("sampling=poisson", "choose sampling=cyclic_poisson"),
-        ("noise.bands=0", "noise.bands=0 must be an integer of at least 1, or auto"),
-        ("noise.bands=99", "at most 22 partitions"),
-        ("sampling.partitions=2 noise.bands=3", "must be at most sampling.partitions=2"),
-        ("schedule.z=[1,2]", "is not supported with sampling=cyclic_poisson"),
-        ("privacy.noise_multiplier=1", "noise.bands=auto compares the noise that a target needs"),
-        ("noise=gaussian noise.bands=2", "noise.bands=2 is an option of noise=banded"),
-        ("noise=gaussian sampling.partitions=2", "sampling.partitions=2"),
-        ("noise.bands=2 calibrate=sampling_rate privacy.noise_multiplier=1 privacy.epsilon=2",
-         "needs a q that can take any value"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_a_sentence(dpexp_job, arguments, sentence):
-    with pytest.raises(SystemExit, match=sentence):
-        dpexp_job(*SMALL, *(["noise=banded"] * ("noise=" not in arguments)), *arguments.split())

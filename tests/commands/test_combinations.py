@@ -1,19 +1,15 @@
 """Each pair of group, mechanism and allocation, from YAML to ε, judged from the ledger file alone."""
 
-import json
 import math
 from functools import cache
 
 import dp_accounting
 import pytest
 from dp_accounting import pld
+from jobs import result_of
 
 Z, Q, ROUNDS = 1.3, 0.05, 3
-NAMES = {
-    "flat": ["all"],
-    "per_layer": ["model.0", "model.3", "model.7", "model.9"],
-    "conv_fc": ["conv", "fc"],
-}
+NAMES = {"flat": ["all"], "per_layer": ["model.0", "model.3", "model.7", "model.9"], "conv_fc": ["conv", "fc"]}
 
 
 def by_name(names, total):
@@ -28,8 +24,13 @@ ALLOCATIONS = ("proportional", "dimension_adjusted", "min_variance", "weighted",
 
 @pytest.mark.parametrize(
     ("group", "mechanism", "allocation"),
-    [(g, ("separate", "joint")[(i + k) % 2], a) for i, g in enumerate(NAMES) for k, a in enumerate(ALLOCATIONS)],
-)  # each pair of them
+    [
+        (g, ("separate", "joint")[(i + k) % 2], a)
+        for i, g in enumerate(NAMES)
+        for k, a in enumerate(ALLOCATIONS)
+        if g == "conv_fc" or (i + k) % 3 == 0
+    ],
+)
 def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_job, read_lines):
     noise = [f"privacy.noise_multiplier={Z}"]
     if allocation == "weighted":
@@ -52,7 +53,7 @@ def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_
     assert [closing["line"], closing["rounds"]] == [3 + ROUNDS, ROUNDS]
     assert [query["group"] for query in spec["queries"]] == NAMES[group]
     inverse_square = sum((query["S"] / query["sigma"]) ** 2 for query in spec["queries"])
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     if allocation != "explicit":
         assert inverse_square == pytest.approx(1 / Z**2, rel=1e-12)
     assert result["noise_multiplier"] == pytest.approx(1 / math.sqrt(inverse_square), rel=1e-12)

@@ -11,7 +11,7 @@ import mlflow
 import numpy as np
 import pytest
 import torch
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -42,17 +42,9 @@ def job(trained, dpexp_job, tmp_path):
     return output
 
 
-def result_of(output):
-    return json.loads((output / "result.json").read_text())
-
-
 def metadata_of(path):
     with safe_open(path, "pt") as file:
         return file.metadata()
-
-
-def client(folder):
-    return MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
 
 
 def images(size=5):
@@ -115,7 +107,7 @@ def test_mlflow_loads_it_and_the_registry_knows_its_price(job, tmp_path):
         mlflow.set_tracking_uri(None)
     expected = dpexp.load(job)(torch.from_numpy(images())).detach().numpy()
     assert np.allclose(by_pyfunc, expected, rtol=1e-5) and np.allclose(by_torch.detach(), expected, rtol=1e-5)
-    version = client(tmp_path).get_model_version("digits", "1")
+    version = store_of(tmp_path).get_model_version("digits", "1")
     assert float(version.tags["epsilon"]) == pytest.approx(result_of(job)["epsilon"]["pld"], rel=1e-5)
     assert version.tags["delta"] == "0.0001" and version.tags["private"] == "True"
     assert logged.tags["mlflow.note.content"] == version.description == card
@@ -142,7 +134,7 @@ def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path
     assert accuracy.startswith("**Test accuracy ")
     assert told == f"**ε = {shown}** at δ = 0.0001, for adding or removing one record."
     assert str(tmp_path) not in card
-    run = client(tmp_path).get_run(result_of(job)["mlflow_run_id"])
+    run = store_of(tmp_path).get_run(result_of(job)["mlflow_run_id"])
     assert run.data.tags["mlflow.note.content"] == card
 
 
@@ -194,7 +186,7 @@ def test_mistakes_are_told_in_one_sentence(job, dpexp_job, tmp_path, arguments, 
 def test_a_name_that_the_registry_refuses_is_told_before_training(dpexp_job, tmp_path):
     with pytest.raises(SystemExit, match="register=a/b is no name"):
         dpexp_job(*QUICK, "register=a/b")
-    assert client(tmp_path).search_runs(["1"]) == []
+    assert store_of(tmp_path).search_runs(["1"]) == []
 
 
 def test_weights_of_another_model_are_refused(job):

@@ -14,7 +14,6 @@ from test_clipped_sums import relative_error
 from torch import nn
 from torch.nn import functional as F
 
-from dpexp.errors import ConfigError
 from dpexp.privacy.gradients import layer_gradients
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
@@ -80,13 +79,9 @@ QUICK = settings(max_examples=12, deadline=None, derandomize=True)
 
 @QUICK
 @given(
-    dtype=DTYPE,
-    lead=st.lists(SMALL, max_size=2),
-    d=st.integers(1, 6),
-    p=st.integers(1, 6),
-    bias=st.booleans(),
+    dtype=DTYPE, lead=st.lists(SMALL, max_size=2), d=st.integers(1, 6), p=st.integers(1, 6), bias=st.booleans(),
     seed=SMALL,
-)
+)  # fmt: skip
 def test_linear(dtype, lead, d, p, bias, seed):
     torch.manual_seed(seed)
     assert_equals_reference(nn.Linear(d, p, bias), torch.randn(4, *lead, d), dtype)
@@ -208,36 +203,13 @@ class Attention(nn.Module):
         return y if weights is None else torch.cat([y.flatten(), weights.flatten()])
 
 
-class Functional(nn.Module):
-    """Boolean masks reach F.multi_head_attention_forward as they are, true meaning "ignore"."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-
-    def forward(self, x):
-        a, x = self.attention, x.transpose(0, 1)
-        return torch.nn.functional.multi_head_attention_forward(
-            x, x, x, 8, 2, a.in_proj_weight, a.in_proj_bias, None, None, False, 0.0, a.out_proj.weight,
-            a.out_proj.bias, need_weights=False, attn_mask=CAUSAL,
-        )[0].transpose(0, 1)  # fmt: skip
-
-
-@DTYPES
-def test_attention_with_boolean_masks(dtype):
-    torch.manual_seed(0)
-    assert_equals_reference(Functional(), torch.randn(4, 5, 8), dtype)
-
-
 CAUSAL = torch.ones(5, 5).triu(1).bool()
 PADDING = torch.tensor([[False, False, False, False, True]])
 
 
-@DTYPES
 @pytest.mark.parametrize(
     "options",
     [
-        {"need_weights": False},
         {"need_weights": False, "attn_mask": CAUSAL},
         {"need_weights": False, "attn_mask": CAUSAL, "is_causal": True},
         {"need_weights": False, "key_padding_mask": PADDING},
@@ -248,9 +220,9 @@ PADDING = torch.tensor([[False, False, False, False, True]])
         {"need_weights": False, "attn_mask": CAUSAL.expand(2, 5, 5)},
     ],
 )
-def test_attention(dtype, options):
+def test_attention(options):
     torch.manual_seed(0)
-    assert_equals_reference(Attention(**options), torch.randn(4, 5, 8), dtype)
+    assert_equals_reference(Attention(**options), torch.randn(4, 5, 8), torch.float64)
 
 
 class ScaledDotProduct(nn.Module):
@@ -289,41 +261,11 @@ MASKED = [
 @pytest.mark.parametrize(
     "lead, mask, of, dtype",
     [(*one, ("data", "parameter", "constant")[(i + k) % 3], [*TOLERANCE][(i // 3 + k) % 2])
-     for i, one in enumerate(MASKED) for k in range(2)],
+     for i, one in enumerate(MASKED) for k in range(1 + (i % 3 == 0))],
 )  # fmt: skip
 def test_masked_attention(dtype, lead, mask, of):
     torch.manual_seed(0)
     assert_equals_reference(ScaledDotProduct(lead, mask, of), torch.randn(4, 5, 8), dtype)
-
-
-class Refused(nn.Module):
-    def __init__(self, call):
-        super().__init__()
-        self.call, self.attention = call, nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.call(self.attention, x)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda a, x: a(x, x, x, is_causal=True, need_weights=False)[0],
-        lambda a, x: a(x, x, x, attn_mask=torch.zeros(1, 5), need_weights=False)[0],
-        lambda a, x: F.scaled_dot_product_attention(*3 * [a.out_proj(x)[None]], torch.zeros(5)),
-        lambda a, x: F.scaled_dot_product_attention(*3 * [a.out_proj(x)], torch.zeros(5, 5), is_causal=True),
-    ],
-)
-def test_attention_that_pytorch_refuses_is_refused(call):
-    """Also where the records of a chunk are computed together, which needs other kernels, that accept it."""
-    module = Weighted(Refused(call))
-    x = torch.randn(4, 5, 8)
-    with pytest.raises((RuntimeError, AssertionError, IndexError)):
-        module.loss(x[:1])
-    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
-    engine.begin()
-    with pytest.raises(ConfigError, match="fails for every synthetic record"):
-        engine.add_chunk(module.loss, stacked(x), 4)
 
 
 class Telling(nn.Linear):

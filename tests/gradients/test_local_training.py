@@ -14,8 +14,8 @@ from test_privacy_unit import (
     a_data_set,
     by_hand,
     choices_of,
-    close,
     difference,
+    differing,
     quiet,
     released,
     rows,
@@ -82,7 +82,7 @@ def test_a_users_vector_is_how_far_its_training_goes(local, kind, tmp_path, quie
         tmp_path, a_data_set(kind, x.double(), y), User(8, by, local), users=4,
         group=groups.per_layer(), clip_norm=clipping.FixedClipNorm(0.5),
     )  # fmt: skip
-    close(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan))
+    assert differing(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan)) == []
 
 
 class Random(Model):
@@ -113,6 +113,11 @@ class Tied(Model):
         self.net[2].weight = self.net[0].weight
 
 
+class Branching(Model):
+    def loss(self, batch):
+        return super().loss(batch) * (2 if batch[0].sum() > 0 else 1)
+
+
 class Infinite(Model):
     """Its loss is finite for real records alone."""
 
@@ -132,16 +137,18 @@ class Unused(Model):
         self.unused = nn.Linear(2, 2)
 
 
-MODELS = {"cnn": Model, "transformer": Transformer, "tied": Tied}
+THREE_EACH = [i // 3 for i in range(12)]
+BY_THREES = [[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)]
+MODELS = {"cnn": Model, "transformer": Transformer, "tied": Tied, "branching": Branching}
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_models_train_as_by_hand(make, tmp_path, quiet, in_order):
     x, y = rows(12)
     local = LOCALS["batches"]
-    dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
+    dataset = a_data_set(TensorDataset, x.double(), y, THREE_EACH)
     found, plan = released(tmp_path, dataset, User(8, "user_of", local), make(), users=4)
-    close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan))
+    assert differing(found, by_hand(BY_THREES, trained_by_hand(x, y, local, make), plan)) == []
 
 
 def test_users_train_as_by_hand_where_no_made_up_record_has_a_finite_loss(tmp_path, quiet, in_order):
@@ -164,18 +171,6 @@ def test_what_is_not_trained_stays(make, tmp_path, quiet, in_order):
     )
     still = [name for name, total in found.items() if not total.any()]
     assert still == (["net.1.weight"] if make is Frozen else ["unused.weight", "unused.bias"])
-
-
-def test_the_average_is_the_servers_gradient(tmp_path, quiet, in_order):
-    """FedAvg: SGD with rate 1 goes to the mean of what users come to, if nobody is clipped."""
-    x, y = rows(11)
-    found, _ = released(
-        tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["batches"]), users=4,
-        clip_norm=clipping.FixedClipNorm(1e3),
-    )  # fmt: skip
-    vector = trained_by_hand(x, y, LOCALS["batches"])
-    for name, total in found.items():
-        assert torch.allclose(total, sum(vector(members)[name] for members in MEMBERS), atol=1e-9)
 
 
 @SCALED
@@ -225,32 +220,14 @@ def test_a_step_that_keeps_something_of_a_user_is_refused_before_the_first_round
     assert json.loads((tmp_path / "0.jsonl").read_text().splitlines()[1])["rounds"] == 0
 
 
-class Branching(Model):
-    def training_step(self, batch):
-        return self.loss(batch) * (2 if batch[0].sum() > 0 else 1)
-
-
-def test_a_step_may_branch(tmp_path, quiet, in_order):
-    x, y = rows(12)
-    local = LOCALS["epochs"]
-    dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
-    found, plan = released(tmp_path, dataset, User(8, "user_of", local), Branching(), users=4)
-
-    class ByHand(Model):
-        def loss(self, batch):
-            return super().loss(batch) * (2 if batch[0].sum() > 0 else 1)
-
-    close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, ByHand), plan))
-
-
 def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
     """To the last bit, though steps amplify it."""
     x, y = rows(12)
-    user_of = [i // 3 for i in range(12)]
+    user_of = THREE_EACH
 
     def total(some):
         dataset = a_data_set(TensorDataset, x[some], y[some], [user_of[i] for i in some])
-        record = User(8, "user_of", LocalTraining(lr=2.0, steps=30))
+        record = User(8, "user_of", LocalTraining(lr=2.0, steps=12))
         return released(tmp_path, dataset, record, users=4, precision="32-true")[0]
 
     apart = [total([i for i in range(12) if user_of[i] == user]) for user in range(4)]
@@ -314,7 +291,7 @@ def test_users_who_train_go_with(choices, tmp_path):
 def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
     x, y = rows(12)
     local = LocalTraining(lr=0.3, epochs=2)
-    dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
+    dataset = a_data_set(TensorDataset, x.double(), y, THREE_EACH)
     told = {}
 
     def expected(positions):
@@ -341,17 +318,11 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
         private_metrics={"train_loss": {"clip_norm": 100.0, "budget_share": 0.1}},
     )  # fmt: skip
     (value,) = told.values()
-    hand = sum(expected([3 * u, 3 * u + 1, 3 * u + 2]) for u in range(4)) / 4
+    hand = sum(map(expected, BY_THREES)) / 4
     assert value.item() == pytest.approx(hand, abs=1e-9)
 
 
 TRAINED = User(3, "user_of", LocalTraining(lr=0.1, steps=2, batch_size=2))
-
-
-def test_an_honest_training_of_users_refutes_no_claim(tmp_path):
-    found = attacked(tmp_path, canaries=400, **choices_of("user", privacy_unit=TRAINED, steps=1, noise_multiplier=1.0))
-    assert not found.exceeded
-    assert abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 
 def test_users_who_train_unclipped_are_caught(tmp_path, monkeypatch):
@@ -359,5 +330,5 @@ def test_users_who_train_unclipped_are_caught(tmp_path, monkeypatch):
 
     twice_the_bound(monkeypatch)
     assert attacked(
-        tmp_path, canaries=400, **choices_of("user", privacy_unit=TRAINED, steps=1, noise_multiplier=1.0)
+        tmp_path, canaries=200, **choices_of("user", privacy_unit=TRAINED, steps=1, noise_multiplier=1.0)
     ).exceeded

@@ -90,7 +90,7 @@ def uses(generator):
     yield ConvolutionGradient(images, gradients, weight_gradient, None, torch.Size([30, 20, 3, 3]), 16), (30, 20, 3, 3)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_record_contributes_more_than_its_bound(seed):
     generator = torch.Generator().manual_seed(seed)
     for use, shape in uses(generator):
@@ -113,7 +113,7 @@ def test_a_directed_search_finds_no_record_beyond_the_bound():
     assert 1 - 1e-6 < worst <= 1
 
 
-@pytest.mark.parametrize("d, value", [(2**18, 0.1), (2**18, 1.0), (2**18, 3e-4), (10**6, 1.0), (4_200_000, 0.1)])
+@pytest.mark.parametrize("d, value", [(2**18, 1.0), (2**18, 3e-4), (4_200_000, 0.1)])
 def test_large_layers_are_clipped_to_the_bound(d, value):
     """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
     module = nn.Linear(d, 1, bias=False)

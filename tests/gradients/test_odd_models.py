@@ -7,6 +7,7 @@ import multiprocessing
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import trainer as quiet_trainer
 from test_isolation import CLASSES, Everything, Items, Model, assert_bounded, rows, sum_of_clipped, trained
 from torch import nn
 from torch.nn import functional as F
@@ -71,9 +72,7 @@ def test_a_fit_inside_a_fit_is_refused(tmp_path):
     class Within(pl.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if trainer.global_step == 1:
-                inner = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                                   enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-                inner.fit(module, DataLoader(Items(rows(4)), batch_size=2))
+                quiet_trainer(max_steps=1).fit(module, DataLoader(Items(rows(4)), batch_size=2))
 
     with pytest.raises((ConfigError, TypeError)):
         trained(tmp_path, Model(), rows(5), steps=3, callbacks=[Within()])
@@ -88,8 +87,7 @@ def test_validation_before_the_fit_may_leave_tensors_behind(tmp_path):
             self.kept = self.net(batch[0])
 
     module = Remembering()
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    pl.Trainer(**quiet).validate(module, DataLoader(Items(rows(4)), batch_size=2), verbose=False)
+    quiet_trainer().validate(module, DataLoader(Items(rows(4)), batch_size=2), verbose=False)
     assert module.kept.is_inference()
     (released,), _ = trained(tmp_path, module, rows(5))
     assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
@@ -112,8 +110,7 @@ def test_a_hook_that_a_callback_adds_is_refused_too(tmp_path):
         trained(tmp_path, Model(), rows(4), callbacks=[Adding()])
 
 
-@pytest.mark.parametrize("physical", [1, 4])
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("kind, physical", [("register_hook", 1), ("register_post_accumulate_grad_hook", 4)])
 def test_a_step_may_hang_no_hook_on_a_parameter(tmp_path, kind, physical):
     class Hooking(Model):
         def training_step(self, batch, batch_idx):
@@ -170,16 +167,6 @@ def test_old_spectral_norm_is_refused(tmp_path):
         trained(tmp_path, module, rows(4))
 
 
-def test_complex_parameters_are_refused(tmp_path):
-    class Complex(Model):
-        def __init__(self):
-            super().__init__()
-            self.factor = nn.Parameter(torch.ones(2, dtype=torch.complex128))
-
-    with pytest.raises(ConfigError, match="factor is complex"):
-        trained(tmp_path, Complex(), rows(4))
-
-
 def test_parameters_without_elements_do_no_harm(tmp_path):
     class WithEmpty(Model):
         def __init__(self):
@@ -215,53 +202,6 @@ def test_sparse_gradients_are_made_dense(tmp_path):
     assert torch.allclose(sparse, dense, atol=1e-6)
 
 
-class Checkpointed(Model):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        x = torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
-        return F.cross_entropy(self.net(x), y)
-
-
-def test_reentrant_checkpoints_train_as_by_hand(tmp_path):
-    (released,), _ = trained(tmp_path, Checkpointed(), rows(5))
-    assert torch.allclose(released, sum_of_clipped(Checkpointed(), rows(5)), atol=1e-6)
-
-
-class Computed(Model):
-    """Token embeddings of a weight that is computed, with padding."""
-
-    def __init__(self, kind):
-        super().__init__()
-        torch.manual_seed(3)
-        self.kind, self.embed = kind, nn.Embedding(5, 4, padding_idx=0)
-        if kind == "weight_norm":
-            nn.init.normal_(self.embed.weight)
-            parametrizations.weight_norm(self.embed)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.double()
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        if self.kind == "weight_norm":
-            found = self.embed(x)
-        elif self.kind == "functional":
-            found = F.embedding(x, self.embed.weight * self.scale, padding_idx=0)
-        else:
-            found = F.embedding(x, self.embed.weight, padding_idx=0, scale_grad_by_freq=True)
-        return F.cross_entropy(self.net(found.mean(1)), y)
-
-
-@pytest.mark.parametrize(
-    "kind, physical",
-    [("weight_norm", 1), ("weight_norm", 6), ("functional", 2), ("frequencies", 2), ("frequencies", 6)],
-)
-def test_padding_of_computed_embeddings_is_each_records_own(tmp_path, kind, physical):
-    torch.manual_seed(4)
-    words = [(torch.cat([torch.zeros(2, dtype=torch.long), torch.randint(5, (3,))]), y) for _, y in rows(6)]
-    (released,), _ = trained(tmp_path, Computed(kind), words, callback={"max_physical_batch_size": physical})
-    assert torch.allclose(released, sum_of_clipped(Computed(kind), words), atol=1e-6)
-
-
 # torch.export
 
 
@@ -274,25 +214,13 @@ class Words(nn.Module):
         return self.head(self.embed(x).mean(1))
 
 
-class Bag(Words):
+class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed = nn.EmbeddingBag(5, 4, padding_idx=0)
+        self.layer, self.head = nn.GRU(4, 4, batch_first=True, bidirectional=True), nn.Linear(8, CLASSES)
 
     def forward(self, x):
-        return self.head(self.embed(x))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.layer = kind(4, 4, batch_first=True, **options)
-        self.head = nn.Linear(8 if options else 4, CLASSES)
-
-    def forward(self, x):
-        state = x.new_full((2 if self.layer.bidirectional else 1, x.shape[0], 4), 0.3)
-        both = isinstance(self.layer, nn.LSTM)
-        return self.head(self.layer(x, (state, 2 * state) if both else state)[0].mean(1))
+        return self.head(self.layer(x, x.new_full((2, x.shape[0], 4), 0.3))[0].mean(1))
 
 
 class Attentive(nn.Module):
@@ -329,17 +257,11 @@ WORDS = [(torch.tensor([1 + i % 4, 0, 0, 0, (i * i) % 5]), y) for i, (_, y) in e
 
 EXPORTED = {
     "padded embedding": (lambda: Words(padding_idx=0), WORDS),
-    "padded with its last row": (lambda: Words(padding_idx=-1), WORDS),
     "frequencies": (lambda: Words(scale_grad_by_freq=True), WORDS),
-    "padded bag": (Bag, WORDS),
     "convolution, group norm": (
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding="same"), nn.GroupNorm(2, 4), nn.ReLU(inplace=True),
                               nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, CLASSES)), IMAGES),
-    "transposed convolution, layer norm, dropout": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.LayerNorm(128), nn.Dropout(0.0),
-                              nn.Linear(128, CLASSES)), IMAGES),
-    "lstm": (lambda: Recurrent(nn.LSTM), SEQUENCES),
-    "gru": (lambda: Recurrent(nn.GRU, bidirectional=True), SEQUENCES),
+    "gru": (Recurrent, SEQUENCES),
     "attention": (Attentive, SEQUENCES),
     "overwriting": (Overwriting, rows(5)),
     "batch norm": (
@@ -427,8 +349,9 @@ class Calling(Model):
         return (scales * F.cross_entropy(self.net(x), y, reduction="none")).mean()
 
 
-@pytest.mark.parametrize("physical", [1, 4])
-@pytest.mark.parametrize("make", [torch.jit.script, lambda function: torch.jit.trace(function, torch.ones(4).double())])
+@pytest.mark.parametrize(
+    "make, physical", [(torch.jit.script, 1), (lambda function: torch.jit.trace(function, torch.ones(4).double()), 4)]
+)
 def test_functions_of_torch_script_train_as_written_ones(tmp_path, make, physical):
     (released,), _ = trained(tmp_path, Calling(make(scale)), rows(5), callback={"max_physical_batch_size": physical})
     assert torch.allclose(released, sum_of_clipped(Calling(scale), rows(5)), atol=1e-6)
@@ -437,21 +360,6 @@ def test_functions_of_torch_script_train_as_written_ones(tmp_path, make, physica
 def test_scripted_modules_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"module net\.0 is a TorchScript module"):
         trained(tmp_path, Model(nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))), rows(4))
-
-
-def test_torch_script_may_prepare_the_data(tmp_path):
-    @torch.jit.script
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    class PreprocessedModel(list):
-        def __getitem__(self, index):
-            x, y = super().__getitem__(index)
-            return doubled(x), y
-
-    data = torch.utils.data.DataLoader(PreprocessedModel(rows(5)), batch_size=2)
-    (released,), _ = trained(tmp_path, Model(), data)
-    assert torch.allclose(released, sum_of_clipped(Model(), [(2 * x, y) for x, y in rows(5)]), atol=1e-6)
 
 
 # torch.compile
@@ -474,7 +382,7 @@ def compiled(function):
     return torch.compile(function, backend="eager")
 
 
-@pytest.mark.parametrize("mode, physical", [(None, 1), (None, 5), ("vmap", 5), ("one at a time", 1)])
+@pytest.mark.parametrize("mode, physical", [(None, 5), ("vmap", 5), ("one at a time", 1)])
 def test_parameters_of_compiled_functions_are_trained(tmp_path, physical, mode, monkeypatch):
     """Traced, and as they are written."""
     decide = Step.decide
@@ -489,8 +397,7 @@ def test_parameters_of_compiled_functions_are_trained(tmp_path, physical, mode, 
     assert torch.allclose(released, sum_of_clipped(Shifted(lambda function: function), rows(5)), atol=1e-6)
 
 
-@pytest.mark.parametrize("branching", [False, True])
-@pytest.mark.parametrize("way", ["a layer", "in place"])
+@pytest.mark.parametrize("way, branching", [("a layer", True), ("in place", False)])
 def test_compiled_modules_train_as_plain_ones(tmp_path, way, branching):
     class Part(nn.Linear):
         def forward(self, x):

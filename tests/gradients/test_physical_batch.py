@@ -3,9 +3,8 @@
 import json
 
 import pytest
-import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from torch import nn
 
 from dpexp.privacy import physical_batch
@@ -44,7 +43,7 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     module.log_dict = lambda *_: None
     plan = plan_of(module, n=1437, q=0.5, steps=1, noise_multiplier=1.0)
     seen, before = [], model[1].weight.clone()
-    run = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    run = trainer()
     run.fit_loop.epoch_loop.val_loop._data_source.instance = Digits().val_dataloader()
 
     class Memory:

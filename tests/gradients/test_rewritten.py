@@ -140,6 +140,8 @@ def test_no_gradient_is_held(name, monkeypatch):
         (lambda x, w: torch.einsum("btd,dp->btp", x, w), [(4, 5)]),
         (lambda x, w: x @ w, [(4, 5)]),
         (lambda x, w: torch.einsum("btd->bd", x, w), [(4, 5)]),
+        (lambda x, w: F.scaled_dot_product_attention(*3 * [(x @ w)[None]], torch.zeros(5)), [(3, 3)]),
+        (lambda x, w: F.scaled_dot_product_attention(*3 * [x @ w], torch.zeros(4, 4), is_causal=True), [(3, 3)]),
     ],
 )
 def test_what_pytorch_refuses_is_refused(call, shapes):

@@ -1,6 +1,5 @@
 """The traced pass: graphs do what the step does, keep records apart, and refuse what they cannot prove."""
 
-import enum
 import os
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients import graph_cache, interception
+from dpexp.privacy.gradients import interception
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
-from dpexp.privacy.gradients.reads import Reads
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
@@ -84,10 +82,7 @@ def whole_numbers(*shape):
 LAYERS = {
     "linear": (lambda: nn.Linear(256, 256, bias=False), lambda: whole_numbers(1, 256).expand(1, 2, 256)),
     "embedding": (lambda: nn.Embedding(5000, 256), lambda: torch.full((1, 2), 7)),
-    "convolution": (
-        lambda: nn.Conv2d(256, 256, 1, bias=False),
-        lambda: whole_numbers(256, 1, 1).expand(1, 256, 1, 2),
-    ),
+    "convolution": (lambda: nn.Conv2d(256, 256, 1, bias=False), lambda: whole_numbers(256, 1, 1).expand(1, 256, 1, 2)),
 }
 
 
@@ -267,31 +262,6 @@ def test_products_of_low_precision_make_no_norm_too_small():
         torch.set_float32_matmul_precision(before)
 
 
-def test_clip_norms_that_vary_take_the_same_graph():
-    module, loss_of = classifier()
-    engine, batch = engine_of(module, schedules={"S": {"linear": [1.0, 0.5]}}), rows()
-    lengths = []
-    for t in range(3):
-        found = sums_of(engine, loss_of, batch, t=t)
-        lengths.append(sum(float(total.square().sum()) for total in found.values()) ** 0.5)
-    assert engine.mode == "traced" and len(engine.step.graphs._graphs) == 2  # of a usual chunk, and of this one
-    assert lengths[0] > lengths[1] > lengths[2]
-
-
-def test_a_buffer_that_a_hook_replaces_is_read_by_its_name():
-    module, _ = classifier()
-    module.register_buffer("shift", torch.zeros(3))
-
-    def loss_of(one):
-        return F.cross_entropy(nn.Sequential.forward(module, one[0]) + module.shift, one[1])
-
-    engine, batch = traced_engine(module, loss_of), rows()
-    module.shift = torch.tensor([3.0, 0.0, -3.0])
-    found = sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
-    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
-
-
 def test_norms_of_a_step_under_autocast_are_in_full_precision():
     """Positions whose gradients all but cancel: norms by products in bfloat16 let a record add 1.28 times S."""
     torch.manual_seed(7)
@@ -305,10 +275,9 @@ def test_norms_of_a_step_under_autocast_are_in_full_precision():
     assert 0.99 < float(found["weight"].norm()) <= 1.0
 
 
-@pytest.mark.parametrize("width", [N - 1, N])
-def test_a_graph_made_for_another_size_gives_what_records_give(width):
+def test_a_graph_made_for_another_size_gives_what_records_give():
     """Also where a layer is as wide as a sample is large."""
-    module, loss_of = classifier(nn.Linear(16, width), nn.LayerNorm(width), nn.Linear(width, 16))
+    module, loss_of = classifier(nn.Linear(16, N), nn.LayerNorm(N), nn.Linear(N, 16))
     module.double()
     engine, sizes = engine_of(module), (N, 1, 2, 5, N + 1, 2 * N + 1)
     x, y = torch.randn(3 * N, 1, 8).double(), torch.randint(0, 3, (3 * N, 1))
@@ -319,10 +288,9 @@ def test_a_graph_made_for_another_size_gives_what_records_give(width):
     assert engine.mode == "traced" and len(engine.step.graphs._graphs) == len(sizes)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_chunks_of_another_size_run_no_code_of_the_steps(dropout):
+def test_chunks_of_another_size_run_no_code_of_the_steps():
     """Where a counter, or a generator, of its own could decide what it does."""
-    module, _ = classifier(nn.Dropout(dropout))
+    module, _ = classifier(nn.Dropout(0.5))
     module.extra = nn.Linear(8, 3)
     is_next = [False]
 
@@ -522,82 +490,6 @@ def test_a_new_shape_writes_to_nothing(into):
     assert all(torch.equal(total, usual[name]) for name, total in sums_of(engine, loss_of, rows()).items())
 
 
-def test_a_doubtful_record_does_not_change_the_step_of_others():
-    """Its graph in float64 is not of the same step then: the job ends, as not private."""
-    torch.manual_seed(0)
-    module = nn.Linear(256, 256, bias=False)
-    module.count, signs = 0, torch.tensor([1.0, -1.0]).repeat(128)
-
-    def loss_of(one):
-        factor = 2.0 if module.count > 8 else 1.0
-        return factor * (module(one[0]) * one[1]).sum()
-
-    x, g = torch.randn(4, 1, 2, 256), torch.randn(4, 1, 2, 256)
-    cancelling = x.clone(), g.clone()
-    cancelling[0][0, 0, 1], cancelling[1][0, 0, 1] = x[0, 0, 0], -g[0, 0, 0] * (1 + 1e-7 * signs)
-    engine = engine_of(module, clip_norm=1e-3)
-    for t in range(8):
-        sums_of(engine, loss_of, cancelling if t % 2 else (x, g), 4)
-        module.count += 1
-        engine.step.trace_again(loss_of, t)
-    whole = sums_of(engine, loss_of, (x, g), 4)
-    module.count += 1
-    engine.step.trace_again(loss_of, 9)
-    assert engine.mode == "traced"
-    assert relative_error(sums_of(engine, loss_of, (x, g), 4), whole) < 1e-6
-    mixed = sums_of(engine, loss_of, cancelling, 4)
-    alone = sums_of(engine, loss_of, tuple(part[1:] for part in cancelling), 3)
-    others = sums_of(engine, loss_of, tuple(part[1:] for part in (x, g)), 3)
-    assert relative_error(alone, others) < 1e-6 and float((mixed["weight"] - others["weight"]).norm()) <= 1e-3 * 1.0001
-
-
-def test_a_value_that_changes_three_times_in_vain_is_no_longer_compared():
-    module, reads = nn.Linear(1, 1), Reads()
-    module.count = 0
-    with reads.recorded():
-        assert module.count == 0
-    for k in range(5):
-        module.count += 1
-        assert reads.changed() == ("count" if k < 3 else None)
-        reads.note_step_unaffected()
-        reads.record_values()
-
-
-class Kind(enum.Enum):
-    OTHER = 0
-
-
-def test_a_buffer_that_a_hook_makes_larger_is_read_again():
-    """And constants that cannot be assigned do no harm to a trace that is undone."""
-    module, _ = classifier()
-    module.register_buffer("table", torch.ones(1))
-
-    def loss_of(one):
-        return flat_loss(module, one) / module.table.sum() if Kind.OTHER else None
-
-    engine = engine_of(module, clip_norm=100.0)
-    whole = sums_of(engine, loss_of, rows())
-    engine.step.trace_again(loss_of, 1)
-    module.table = torch.ones(2)
-    engine.step.trace_again(loss_of, 2)
-    half = sums_of(engine, loss_of, rows())
-    sums_of(engine, loss_of, longer(), 2)
-    assert relative_error({name: 2 * total for name, total in half.items()}, whole) < 1e-6
-
-
-def test_of_a_shape_that_alone_draws_numbers_too_what_is_not_finite_adds_nothing():
-    module, _ = classifier()
-
-    def loss_of(one):
-        return flat_loss(module, (F.dropout(one[0], 0.5) if one[0].dim() > 2 else one[0], one[1]))
-
-    engine, (x, y) = engine_of(module), longer(3)
-    sums_of(engine, loss_of, rows())
-    assert engine.mode == "traced", engine.reason
-    found = sums_of(engine, loss_of, (torch.cat([x[:2], x[2:] * torch.nan]), y), 3)
-    assert all(total.isfinite().all() for total in found.values()) and found["0.weight"].any()
-
-
 @pytest.mark.parametrize("modes", [("traced", "vmap"), ("vmap", "one at a time"), ("traced", "one at a time")])
 def test_a_record_contributes_the_same_whichever_shape_decides_the_mode(modes):
     module, _ = classifier()
@@ -621,17 +513,6 @@ def test_a_record_contributes_the_same_whichever_shape_decides_the_mode(modes):
         assert engine.mode == mode
         engine.end()
     assert relative_error(*sums.values()) < 1e-6
-
-
-def test_many_shapes_are_warned_of(monkeypatch):
-    monkeypatch.setattr(graph_cache, "_MANY_SHAPES", 3)
-    module = nn.Linear(2, 1)
-    engine = engine_of(module)
-    engine.begin()
-    with pytest.warns(UserWarning, match="records have 3 shapes so far"):
-        for length in (1, 2, 3):
-            engine.add_chunk(lambda one: module(one).mean(), torch.ones(2, 1, length, 2), 2)
-    assert engine.mode == "traced"
 
 
 @pytest.mark.parametrize("dropping", [nn.Identity(), nn.Dropout(0.5)])
@@ -826,12 +707,13 @@ def test_processes_trace_the_same_graph():
     folder = os.path.dirname(__file__)
     tests = os.path.dirname(folder)
     path = os.pathsep.join([folder, tests, os.path.dirname(tests), os.environ.get("PYTHONPATH", "")])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    digests = [process.communicate()[0].split()[-1] for process in started]
-    assert len(set(digests)) == 1 and digests[0].isdigit()
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    other = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = nn.Linear(300, 200)
+    engine = engine_of(module)
+    sums_of(engine, lambda x: module(x).square().sum(), torch.randn(12, 1, 8, 300))
+    assert engine.mode == "traced" and str(engine.step.digest) == other.stdout.split()[-1]

@@ -73,14 +73,6 @@ def test_the_optimum_is_one(b, rounds):
     assert np.abs(at_the_end).max() < 1e-5 < 1e-3 < np.abs(at_the_beginning).max()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_optimal_bands_are_better_and_more_of_them_too(momentum):
-    found = [correlated.error(correlated.optimal(b, 200, momentum), 200, momentum) for b in (1, 2, 4, 8, 16)]
-    assert found == sorted(found, reverse=True)
-    for b, error in zip((2, 4, 8, 16), found[1:], strict=True):
-        assert error < correlated.error(correlated.square_root(b, momentum), 200, momentum)
-
-
 @pytest.mark.parametrize("rounds", [50, 977])
 def test_the_least_error_is_that_of_a_search(rounds):
     """Two bands: no c_1 does better."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_of
+from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
 
@@ -210,7 +210,6 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
 
 
 def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
-    import pytorch_lightning as pl
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpexp.training.classifier import Classifier
@@ -219,10 +218,9 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
         plan = plan_of(module, n=20, q=0.5, steps=6, noise_multiplier=1.0, clip_norm=AdaptiveClipNorm())
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
-        trainer = pl.Trainer(max_steps=steps, callbacks=[callback], enable_checkpointing=False, **options)
-        trainer.fit(module, DataLoader(TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))), ckpt_path=resume)
-        trainer.save_checkpoint(tmp_path / "checkpoint")
+        run = trainer(callback, max_steps=steps)
+        run.fit(module, DataLoader(TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))), ckpt_path=resume)
+        run.save_checkpoint(tmp_path / "checkpoint")
         return callback
 
     before = fit(3)

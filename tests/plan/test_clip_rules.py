@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from plans import plan_of
 from reference import clipped_sums, factor
 from test_clipped_sums import KINDS, MECHANISMS, B, case, cross_entropy, relative_error, sums_of
@@ -88,7 +88,7 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 @pytest.mark.parametrize(
     ("clip", "mechanism", "grouping", "name"),
     [(clip, *KINDS[(i + k) % 4], ("convolutions", "tied")[(i + k // 2) % 2])
-     for i, clip in enumerate(RULES) for k in (0, 1, 3)],
+     for i, clip in enumerate(RULES) for k in (0, 3)],
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
@@ -270,10 +270,7 @@ def test_what_is_no_rule_is_refused(clip):
         own_plan(nn.Linear(2, 2), clip_rule=clip)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda v: Automatic(v), lambda v: Psac(v), lambda v: Global(v)], ids=["gamma", "r", "Z"]
-)
-@pytest.mark.parametrize("value", [-1.0, math.nan, "large"])
+@pytest.mark.parametrize("make, value", [(Automatic, -1.0), (Psac, math.nan), (Global, "large")])
 def test_bad_values_are_refused(make, value):
     with pytest.raises(ConfigError, match=r"clip_rule\.(gamma|r|threshold)=.* must be a (finite )?number above 0"):
         make(value)
@@ -281,21 +278,17 @@ def test_bad_values_are_refused(make, value):
 
 def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
     output = dpexp_job(
-        "clip_rule=global",
-        "clip_rule.threshold=8",
-        "model=logistic",
-        "group=per_layer",
-        "trainer.num_evaluations=0",
-        "sampling.steps=2",
-    )
+        "clip_rule=global", "clip_rule.threshold=8", "model=logistic", "group=per_layer",
+        "trainer.num_evaluations=0", "sampling.steps=2",
+    )  # fmt: skip
     assert "clip global (threshold = 8" in capsys.readouterr().out
     plan = json.loads((output / "plan.json").read_text())
     assert [group["clip_rule"] for group in plan["groups"]] == [{"threshold": 8, "name": "global"}] * len(
         plan["groups"]
     )
     assert "clip global (threshold = 8), noise multiplier" in (output / "card.md").read_text()
-    client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
-    result = json.loads((output / "result.json").read_text())
+    client = store_of(output.parents[2])
+    result = result_of(output)
     assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.clip_rule"] == "global"
 
 
@@ -365,15 +358,16 @@ def add_all(mechanism, gradients, S, total):
     mechanism.add(found, number(S), total, ~doubtful)
 
 
-@pytest.mark.parametrize("far", [1.002, 1.006, 1.01])
-def test_how_many_are_processed_together_decides_over_little(far):
+def test_how_many_are_processed_together_decides_over_little():
     """Records whose outer products all but cancel, so that what is allowed for rounding lies about where float64 is
     taken instead (6 in `rounding`): at a threshold, one of them more would change the norms of all by a hundredth."""
     random = torch.Generator().manual_seed(11)
     x, g = torch.tanh(torch.randn(256, generator=random)), torch.randn(256, generator=random)
-    plan = own_plan(nn.Linear(256, 256, bias=False), n=100, q=0.5, steps=1, noise_multiplier=1.0, clip_rule=Global(far))
+    plan = own_plan(
+        nn.Linear(256, 256, bias=False), n=100, q=0.5, steps=1, noise_multiplier=1.0, clip_rule=Global(1.006)
+    )
     moved = []
-    for left in torch.linspace(0.04, 0.12, 161).tolist():
+    for left in torch.linspace(0.04, 0.12, 81).tolist():
         S = left * float(g.double().norm() * x.double().norm())
         (group,) = (replace(group, S=S) for group in plan.groups)
         sums = []
@@ -400,14 +394,9 @@ def test_the_last_digits_of_a_norm_decide_over_little(rule):
 def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency, changed):
     """σ̃ over it is the z of a round in which all are sampled."""
     plan = own_plan(
-        nn.Linear(1, 1, bias=False),
-        n=2,
-        q=1.0,
-        sampling="full_batch",
-        steps=1,
-        noise_multiplier=1.5,
+        nn.Linear(1, 1, bias=False), n=2, q=1.0, sampling="full_batch", steps=1, noise_multiplier=1.5,
         adjacency=adjacency,
-    )
+    )  # fmt: skip
     (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
     sums = []
     for gradients in ([9.0, 5.0], [*changed, 5.0]):

@@ -72,9 +72,3 @@ def test_a_policy_is_chosen_by_its_dotted_name():
 def test_objects_refuse_their_own_values(make, options, message):
     with pytest.raises(dpexp.ConfigError, match=message):
         make(**options)
-
-
-def test_a_model_is_not_planned_for_more_than_its_target_says():
-    for target, calibrate in ((dpexp.Target(), "noise_multiplier"), (dpexp.Target(epsilon=1.0, delta=1e-5), "steps")):
-        with pytest.raises(dpexp.ConfigError, match=r"exactly one of privacy\.epsilon|give both"):
-            dpexp.make_plan(nn.Linear(2, 2), n=100, sampling=SAMPLING, target=target, calibrate=calibrate)

@@ -1,7 +1,6 @@
 """Audits of the real training refute no claim; audits of sabotaged code do, or a named test fails."""
 
 import itertools
-import json
 import math
 
 import audited
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import test_callback
 import torch
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from rich.progress import Progress
 from torch import nn
 from torch.utils.data import DataLoader
@@ -21,10 +20,11 @@ from dpexp.training.classifier import Classifier
 from dpexp.training.data import Synthetic
 from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, check, trained
 
-# Every sampling, with the other choices in turn; benchmarks/audit.py has all combinations.
+# Samplings, with the other choices in turn; benchmarks/audit.py has all combinations.
+SOME = ("poisson", "poisson, replaced", "fixed_size", "shuffle", "cyclic_poisson")
 HONEST = [
     (sampling, mechanism, VECTORS[k % 2], [*ALLOCATIONS][k % 4])
-    for k, (sampling, mechanism) in enumerate(zip(SAMPLINGS, itertools.cycle(MECHANISMS), strict=False))
+    for k, (sampling, mechanism) in enumerate(zip(SOME, itertools.cycle(MECHANISMS), strict=False))
 ]
 
 
@@ -48,28 +48,23 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
         assert check(found, f"contribution to {group}").found == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize("released", RELEASED)
-def test_metrics_and_counts_refute_no_claim(released, tmp_path):
-    found = attacked(tmp_path, **RELEASED[released])
+def test_metrics_refute_no_claim(tmp_path):
+    found = attacked(tmp_path, **RELEASED["metrics"])
     assert not found.exceeded
     assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
 
-@pytest.mark.parametrize(
-    "choices, adjacency", [(RELEASED["adaptive"], "replace_one"), (MECHANISMS["joint"], "add_remove")]
-)
-def test_correlated_noise_refutes_no_claim(choices, adjacency, tmp_path):
-    """Each record participates four times; noise after the last round is cut off."""
-    found = attacked(tmp_path, adjacency=adjacency, **audited.FULL_CYCLES, **choices)
+def test_correlated_noise_refutes_no_claim(tmp_path):
+    """Each record participates four times, and sensitivity is 2S; noise after the last round is cut off."""
+    found = attacked(tmp_path, adjacency="replace_one", **audited.FULL_CYCLES, **RELEASED["adaptive"])
     assert not found.exceeded
-    mu = {"add_remove": 1.0, "replace_one": 2.0}[adjacency]  # √4 participations / z, and sensitivity 2S
-    assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
-    assert 0.85 * mu < found.mu_estimate < mu + 4 * found.mu_error
+    assert found.mu_claimed == pytest.approx(2.0, rel=1e-3)  # 2 √4 participations / z
+    assert 0.85 * 2 < found.mu_estimate < 2 + 4 * found.mu_error
 
 
 @pytest.mark.parametrize(
     "clip_rule, mechanism",
-    [(CLIPS["automatic"], "separate"), (CLIPS["psac"], "joint"), (audited.Unbounded(), "joint")],
+    [(CLIPS["psac"], "separate"), (audited.Unbounded(), "joint")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_clip_rule_refutes_no_claim(clip_rule, mechanism, tmp_path):
@@ -80,31 +75,24 @@ def test_a_clip_rule_refutes_no_claim(clip_rule, mechanism, tmp_path):
 
 
 JOINT = MECHANISMS["joint"]
-CAUGHT = [
-    *((audited.half_the_noise, SAMPLINGS[name]) for name in ("all", "shuffle")),
+CAUGHT = [  # benchmarks/audit.py has more, under every sampling
+    (audited.half_the_noise, SAMPLINGS["shuffle"]),
     (audited.the_same_noise_each_round, {}),
-    (audited.the_same_noise_for_each_group, {}),
     (audited.a_group_unclipped, {}),
-    (audited.twice_the_bound, {}),
     (audited.a_rule_that_is_trusted, {"clip_rule": audited.Unbounded()}),
     (audited.each_vector_clipped_alone, {"vectors": "parameter"} | JOINT),
     (audited.alpha_forgotten_in_the_noise, JOINT),
     (audited.twice_the_rate, SAMPLINGS["poisson"]),
     (audited.a_round_missing_in_the_ledger, {}),
-    (audited.some_noise_twice, {}),
-    (audited.some_records_twice, SAMPLINGS["poisson"]),
     (audited.a_metric_unclipped, RELEASED["metrics"]),
-    (audited.twice_the_counts, RELEASED["adaptive, joint"]),
     (audited.a_forgotten_column_norm, audited.FULL_CYCLES),
-    pytest.param(audited.all_records_in_each_partition, audited.FULL_CYCLES, marks=pytest.mark.whole),
-    pytest.param(audited.a_partitions_rounds_in_a_row, audited.FULL_CYCLES, marks=pytest.mark.whole),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("sabotage, choices", CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_audit_catches(sabotage, choices, tmp_path, monkeypatch):
     sabotage(monkeypatch)
-    assert attacked(tmp_path, **choices).exceeded
+    assert attacked(tmp_path, canaries=1000, **choices).exceeded
 
 
 @pytest.mark.parametrize(
@@ -123,14 +111,14 @@ def test_what_no_audit_shows_another_test_catches(sabotage, test, tmp_path, monk
         test(tmp_path / "sabotaged")
 
 
-@pytest.mark.parametrize("sabotage", [audited.less_noise, audited.a_larger_rate])
-def test_small_errors_are_found(sabotage, tmp_path, monkeypatch):
+def test_small_errors_are_found(tmp_path, monkeypatch):
     """Noise of 0.95 times the planned standard deviation, and inclusion at 1.1 q."""
-    sabotage(monkeypatch)
+    audited.less_noise(monkeypatch)
+    audited.a_larger_rate(monkeypatch)
     found = attacked(tmp_path, canaries=4000, sampling="poisson", q=0.1, steps=100)
-    name, truth = {audited.less_noise: ("noise", 0.95), audited.a_larger_rate: ("rate of inclusion", 1.1)}[sabotage]
-    assert [one.name for one in found.checks if one.refuted] == [name]
-    assert check(found, name).found == pytest.approx(truth, abs=0.02)
+    assert [one.name for one in found.checks if one.refuted] == ["noise", "rate of inclusion"]
+    assert check(found, "noise").found == pytest.approx(0.95, abs=0.02)
+    assert check(found, "rate of inclusion").found == pytest.approx(1.1, abs=0.02)
 
 
 def test_canaries_leave_the_ledger_as_it_is(tmp_path):
@@ -159,35 +147,32 @@ def by_name(items):
 
 def test_custom_modules_data_and_collate_functions_are_audited(tmp_path):
     found = attacked(
-        tmp_path, module=Named, data=lambda: NamedData(2), group=groups.flat(), sampling="poisson", q=0.5
+        tmp_path, module=Named, data=NamedData, group=groups.flat(), sampling="poisson", q=0.5
     )  # fmt: skip
     assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_other_types_are_audited(precision, tmp_path):
-    found = attacked(tmp_path, trainer={"precision": precision})
+def test_another_type_is_audited(tmp_path):
+    found = attacked(tmp_path, precision="bf16-true")
     assert not found.exceeded and abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 
-def test_a_schedule_is_audited(tmp_path, monkeypatch):
+def test_a_schedule_is_audited(tmp_path):
     factors = {"z": [2, 1], "q": [1, 2], "S": [1, 3]}
     choices = {"sampling": "poisson", "q": 0.4, "steps": 2, "noise_multiplier": 1.0, "schedules": factors}
     found = attacked(tmp_path, **choices)
     assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
-    audited.half_the_noise(monkeypatch)
-    (tmp_path / "sabotaged").mkdir()
-    assert attacked(tmp_path / "sabotaged", **choices).exceeded
 
 
 SMALL = ("model=logistic", "sampling.steps=2", "sampling=full_batch", "audit.num_canaries=1000", "privacy.noise_seed=1")
+FEW = (*SMALL, "audit.num_canaries=100")
 
 
 def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     output = dpexp_job("audit", "audit=dirac", *SMALL)
     said = capsys.readouterr().out
     assert "μ claimed" in said and "contribution to all" in said and "That proves no ε" in said
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert not result["trained"] and result["audit"]["refuted"] == 0 and result["audit"]["canaries"] == 1000
     assert 0.98 < result["audit"]["noise"] < 1.02 and 0.98 < result["audit"]["contribution_to_all"] < 1.02
     assert (output / "audit.png").read_bytes().startswith(b"\x89PNG")
@@ -197,7 +182,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     (of_plan,), (of_attack,), (of_samples,) = planned.rounds, attacked.rounds, samples.rounds
     assert of_attack == of_plan and samples.rounds[of_samples] == planned.rounds[of_plan] == 2
     assert of_samples.queries[0].sigma == pytest.approx(0.05 * of_plan.queries[0].S)
-    client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
+    client = store_of(output.parents[2])
     run = client.get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/mu_estimate"] == pytest.approx(result["audit"]["mu_estimate"])
     assert run.info.status == "FINISHED"
@@ -207,7 +192,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
 def test_the_command_fails_if_a_claim_is_refuted(dpexp_job, capsys, monkeypatch):
     audited.half_the_noise(monkeypatch)
     with pytest.raises(SystemExit) as end:
-        dpexp_job("audit", "audit=dirac", *SMALL, "tracking=none")
+        dpexp_job("audit", "audit=dirac", *FEW, "tracking=none")
     assert "the audit refutes what is claimed" in str(end.value.code)
 
 
@@ -218,16 +203,16 @@ def test_an_audit_shows_nothing_that_all_records_had_a_part_in(dpexp_job, monkey
         Progress, "update", lambda *args, **fields: (shown.append(fields["released"]), update(*args, **fields))
     )
     released = ("private_metrics=train", "clip_norm=adaptive", "tracking=none")
-    dpexp_job("audit", "audit=dirac", *SMALL, *released)
+    dpexp_job("audit", "audit=dirac", *FEW, *released)
     assert {*shown} == {""}
     dpexp_job(*SMALL[:3], *released)
     assert "clip_norm/all" in shown[-1]
 
 
 def test_a_job_is_trained_and_then_audited(dpexp_job, capsys):
-    output = dpexp_job("audit=dirac", *SMALL, "sampling=poisson", "sampling.epochs=null", "tracking=none")
+    output = dpexp_job("audit=dirac", *FEW, "sampling=poisson", "sampling.epochs=null", "tracking=none")
     assert "rate of inclusion" in capsys.readouterr().out
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert result["trained"] and "test_accuracy" in result["metrics"] and result["audit"]["refuted"] == 0
     weights = dpexp.load(output).state_dict()
     assert not any("canaries" in name for name in weights)

@@ -1,12 +1,11 @@
 """Signal and noise of a group, from its releases alone."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from plans import plan_of
 from test_correlated import toeplitz
 from torch import nn
@@ -97,8 +96,8 @@ def test_a_run_draws_them(dpexp_job, tmp_path):
         "model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "privacy.noise_multiplier=1.0"
     )
     assert (output / "signal.png").read_bytes().startswith(b"\x89PNG")
-    run = json.loads((output / "result.json").read_text())["mlflow_run_id"]
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    run = result_of(output)["mlflow_run_id"]
+    client = store_of(tmp_path)
     assert "signal.png" in {item.path for item in client.list_artifacts(run)}
 
 

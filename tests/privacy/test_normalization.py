@@ -1,11 +1,11 @@
 """Batch normalization with private statistics, with fixed ones, or by groups of channels."""
 
 import copy
-import json
 
 import pytest
 import torch
-from plans import plan_of
+from jobs import result_of
+from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
 
@@ -175,17 +175,13 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
 
 
 QUICK = (
-    "model=resnet",
-    "sampling.steps=4",
-    "privacy.noise_multiplier=1.0",
-    "trainer.num_evaluations=0",
-    "tracking=none",
-)
+    "model=resnet", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "tracking=none",
+)  # fmt: skip
 
 
 def test_a_job_with_private_statistics(dpexp_job):
     output = dpexp_job(*QUICK, "batchnorm=private")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert result["groups"]["batchnorm"]["share"] == 0.1
     weights = dpexp.load(output).state_dict()
     assert weights["1.num_batches_tracked"] == 4 and not torch.equal(weights["1.running_mean"], torch.zeros(16))
@@ -203,7 +199,6 @@ def test_the_twin_has_batch_normalization(dpexp_job):
 
 
 def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
-    import pytorch_lightning as pl
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpexp.training.classifier import Classifier
@@ -212,9 +207,8 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
     plan = plan_of(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
     x, y = data(20)
-    trainer = pl.Trainer(max_steps=1, callbacks=[callback], logger=False, enable_progress_bar=False)
     with pytest.raises(dpexp.ConfigError, match="does not release batchnorm/1"):
-        trainer.fit(module, DataLoader(TensorDataset(x.float(), y)))
+        trainer(callback, max_steps=1).fit(module, DataLoader(TensorDataset(x.float(), y)))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """Private metrics: clipped, summed, noised and accounted like gradients."""
 
-import json
 import math
 
 import pytest
 import torch
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
-from mlflow import MlflowClient
-from plans import plan_of
+from jobs import result_of, store_of
+from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
 
@@ -105,23 +104,6 @@ def test_float64_equals_one_record_at_a_time(name, tmp_path, recwarn):
         expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
         torch.testing.assert_close(found[f".value {value}"], expected, rtol=1e-6, atol=1e-6)
     assert engine.mode == name
-
-
-def test_records_processed_one_at_a_time_have_their_own_values(tmp_path, recwarn):
-    """In a step that converts to NumPy."""
-
-    class Gives(nn.Module):
-        def forward(self, x):
-            dpexp.release("loss", x.sum())
-            return x * float(x.sum().detach().numpy())  # not under vmap
-
-    model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
-    x, y = data()
-    loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
-    found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
-    expected = sum(model[0](one).sum().clamp(-1, 1) for one in x)
-    assert float(found[".value loss"]) == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_a_value_inside_a_transform_is_refused(tmp_path, recwarn):
@@ -222,42 +204,16 @@ def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job,
         z = sum(ratios[spec["spec"]].values()) ** -0.5
         q = spec["sampling"]["q"]
         accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), times)
-    epsilon = json.loads((output / "result.json").read_text())["epsilon"]["pld"]
-    assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
-
-
-def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
-    output = dpexp_job(
-        "group=per_layer", "model=mlp", "clip_norm=adaptive", "allocation=adaptive_min_variance",
-        "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.1}}", *SMALL[1:],
-        "privacy.noise_multiplier=1.0",
-    )  # fmt: skip
-    lines = read_lines(output / "ledger.jsonl")
-    specs = [line for line in lines if isinstance(line, dict) and "spec" in line]
-    assert [line[1] for line in lines if isinstance(line, list)] == [0, 1, 2, 3] and len(specs) == 4
-    for spec in specs:
-        assert spec["sampling"]["policy"] == "poisson"
-        assert [query["group"] for query in spec["queries"]] == [
-            "model.1",
-            "model.3",
-            "train_loss",
-            "fraction_within_clip_norm",
-        ]
-        ratios = [(query["S"] / query["sigma"]) ** 2 for query in spec["queries"]]
-        assert sum(ratios) == pytest.approx(1.0) and ratios[2:] == pytest.approx([0.1, 0.01])
-    accountant = PLDAccountant()
-    q = specs[0]["sampling"]["q"]
-    accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(1.0)), 4)
-    epsilon = json.loads((output / "result.json").read_text())["epsilon"]["pld"]
+    epsilon = result_of(output)["epsilon"]["pld"]
     assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
 
 
 def test_a_run_shows_what_it_released(dpexp_job, tmp_path):
     output = dpexp_job(ASKED, *SMALL[:3], "privacy.noise_multiplier=1.0")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert set(result["released"]) == {"train_loss", "train_accuracy"}
     assert (output / "released.png").read_bytes().startswith(b"\x89PNG")
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    client = store_of(tmp_path)
     run = client.get_run(result["mlflow_run_id"])
     history = client.get_metric_history(run.info.run_id, "private/train_accuracy")
     assert [point.step for point in history] == [2, 4]
@@ -292,7 +248,6 @@ def test_the_standard_deviation_of_an_estimate(tmp_path):
 
 
 def test_a_resumed_run_keeps_earlier_releases(tmp_path):
-    import pytorch_lightning as pl
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpexp.training.classifier import Classifier
@@ -301,21 +256,14 @@ def test_a_resumed_run_keeps_earlier_releases(tmp_path):
         torch.manual_seed(0)
         module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
         plan = own_plan(
-            module,
-            n=20,
-            q=0.5,
-            steps=6,
-            noise_multiplier=1.0,
+            module, n=20, q=0.5, steps=6, noise_multiplier=1.0,
             private_metrics={"train_loss": {"clip_norm": 1, "budget_share": 0.1}},
-        )
+        )  # fmt: skip
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
-        trainer = pl.Trainer(
-            max_steps=steps, callbacks=[callback], enable_checkpointing=False, accelerator="cpu", **options
-        )
+        run = trainer(callback, max_steps=steps)
         batch = TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))
-        trainer.fit(module, DataLoader(batch, 4), ckpt_path=resume)
-        trainer.save_checkpoint(tmp_path / "checkpoint")
+        run.fit(module, DataLoader(batch, 4), ckpt_path=resume)
+        run.save_checkpoint(tmp_path / "checkpoint")
         return callback.estimates.history["train_loss"]
 
     before = fit(3)

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 FENCED = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-COMMANDS = ("account", "evaluate", "help", "predict", "resume")
+COMMANDS = ("account", "evaluate", "help", "predict", "resume", "schema")
 
 
 def blocks(page, *languages):
@@ -91,7 +91,7 @@ def test_commands_are_understood(page, written):
             arguments = as_audit(arguments[1:])
         check(arguments)
         overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-        if "-m" not in arguments:
+        if "-m" not in arguments and not any(override.startswith("data.path=") for override in overrides):
             if "--config-dir" in arguments:
                 folder = Path.cwd() / arguments[arguments.index("--config-dir") + 1]
                 overrides.append(f"hydra.searchpath=[file://{folder}]")

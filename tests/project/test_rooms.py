@@ -1,6 +1,7 @@
 """What each folder may import: the table of docs/architecture.md. No modules import each other in a circle."""
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -25,6 +26,11 @@ ROOMS = {
     "commands": ({"accounting", "reporting", "tracking", "training", *PRIVACY}, {"mlflow"}),
 }
 WATCHES_A_TRAINING = {"reporting/terminal.py": {"pytorch_lightning", "omegaconf"}}
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
 
 
 def room_of(path):
@@ -64,7 +70,7 @@ def crossings(room, tree, allowed=frozenset()):
 def test_a_folder_imports_what_it_may(room):
     for path in FILES.values():
         allowed = WATCHES_A_TRAINING.get(path.relative_to(PACKAGE).as_posix(), frozenset())
-        assert room_of(path) != room or not [*crossings(room, ast.parse(path.read_text()), allowed)], path
+        assert room_of(path) != room or not [*crossings(room, tree_of(path), allowed)], path
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,7 @@ def at_import(nodes):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    trees = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+    trees = {name: tree_of(path) for name, path in FILES.items()}
     graph = {name: {*imported(at_import(tree.body))} & {*FILES} - {name} for name, tree in trees.items()}
     TopologicalSorter(graph).prepare()
     with pytest.raises(CycleError):
@@ -126,7 +132,7 @@ def defined(tree):
 
 
 def test_private_names_of_other_packages_are_in_the_compat_files():
-    trees = {path: ast.parse(path.read_text()) for path in FILES.values() if "_compat" not in path.name}
+    trees = {path: tree_of(path) for path in FILES.values() if "_compat" not in path.name}
     own = {name for tree in trees.values() for name in defined(tree)} | {"_target_", "_convert_", "_exit"}
     assert {path: names for path, tree in trees.items() if (names := [*private_names(tree, own)])} == {}
     example = ast.parse("from torch._C import _functorch\nimport hydra._internal\nx._base.own, self._mine\n")

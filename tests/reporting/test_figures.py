@@ -10,16 +10,7 @@ from test_accountants import ledger
 
 from dpexp.accounting.ledger import concatenate
 from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
-from dpexp.reporting.sweep_figures import (
-    NotDrawn,
-    against,
-    compared,
-    frontier,
-    needed,
-    progress,
-    scale,
-    swept_numbers,
-)
+from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, scale, swept_numbers
 from tests.trials import TWIN, trials
 
 

@@ -54,13 +54,10 @@ class Odd(Dataset):
 
 
 ODD = {
-    "exits": SystemExit,
-    "ends a generator": GeneratorExit,
-    "cannot say why": Speechless,
-    "cannot be pickled": lambda x, y: (x, y, lambda: 0),
-    "cannot be unpickled": lambda x, y: (x, y, Unreadable()),
+    "exits": SystemExit, "ends a generator": GeneratorExit, "cannot say why": Speechless,
+    "cannot be pickled": lambda x, y: (x, y, lambda: 0), "cannot be unpickled": lambda x, y: (x, y, Unreadable()),
     "cannot be stacked": lambda x, y: (x.as_subclass(NoStack), y, 0),
-}
+}  # fmt: skip
 
 
 def first(items):

@@ -8,7 +8,8 @@ import audited
 import pytest
 import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from jobs import result_of, store_of
+from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
@@ -25,7 +26,7 @@ from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
 from tests.audited import attacked
 
-SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1e-3, 1.0, 1e6, 1e30, math.inf, math.nan])])
+SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.inf, math.nan])])
 
 
 class Model(pl.LightningModule):
@@ -105,10 +106,7 @@ def released(folder, dataset, record, module=None, users=None, precision="64-tru
     callback = dpexp.PrivacyCallback(plan, ledger, noise_seed=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pl.Trainer(
-            accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, precision=precision, callbacks=[callback],
-        ).fit(module, DataLoader(dataset, 2))  # fmt: skip
+        trainer(callback, precision=precision).fit(module, DataLoader(dataset, 2))
     factor = plan.sampling.q * plan.n
     return {name: (before[name] - p.detach().double()) * factor for name, p in module.named_parameters()}, plan
 
@@ -148,26 +146,25 @@ def a_data_set(kind, x, y, user_of=USER_OF):
     return dataset
 
 
-def close(found, expected):
-    assert found.keys() == expected.keys()
-    for name, total in found.items():
-        assert total.norm() > 0.01
-        assert torch.allclose(total, expected[name], atol=1e-9, rtol=0), name
+def differing(found, expected):
+    """The names of sums that are not as expected, or next to nothing."""
+
+    def is_same(name):
+        return found[name].norm() > 0.01 and torch.allclose(found[name], expected[name], atol=1e-9, rtol=0)
+
+    return [name for name in found.keys() | expected.keys() if not is_same(name)]
 
 
 @pytest.mark.parametrize("k, kind", [(1, Items), (3, TensorDataset), (4, Items)])
 def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, quiet):
     x, y = rows(11)
     found, plan = released(
-        tmp_path,
-        kind(x.double(), y),
-        Microbatch(k),
-        clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
+        tmp_path, kind(x.double(), y), Microbatch(k), clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
         group=groups.per_layer(),
-    )
+    )  # fmt: skip
     assert plan.n == math.ceil(11 / k)
     units = [[*range(i, min(i + k, 11))] for i in range(0, 11, k)]
-    close(found, by_hand(units, mean_gradient(x, y), plan))
+    assert differing(found, by_hand(units, mean_gradient(x, y), plan)) == []
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Items, OfUsers])
@@ -176,7 +173,7 @@ def test_a_users_vector_is_the_mean_gradient_of_its_examples(kind, tmp_path, qui
     by = None if kind is OfUsers else "user_of"
     found, plan = released(tmp_path, a_data_set(kind, x.double(), y), User(8, by), users=4)
     assert plan.n == 4
-    close(found, by_hand(MEMBERS, mean_gradient(x, y), plan))
+    assert differing(found, by_hand(MEMBERS, mean_gradient(x, y), plan)) == []
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, OfUsers])
@@ -212,12 +209,9 @@ def test_a_user_more_or_less_moves_the_sum_by_at_most_S(seed, scale, tmp_path):
     x[8:] *= scale
     user_of = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
     with_, _ = released(
-        tmp_path,
-        a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]),
-        User(8, "user_of"),
-        users=4,
+        tmp_path, a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]), User(8, "user_of"), users=4,
         precision="32-true",
-    )
+    )  # fmt: skip
     without, _ = released(
         tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), User(8, "user_of"), users=4, precision="32-true"
     )
@@ -238,10 +232,7 @@ def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_
     assert difference(some, replaced) <= 2 + 1e-4
 
 
-HONEST = {
-    "microbatch": Microbatch(4),
-    "user": User(3, "user_of"),
-}
+HONEST = {"microbatch": Microbatch(4), "user": User(3, "user_of")}
 
 
 def choices_of(kind, **more):
@@ -259,9 +250,8 @@ def data_of(kind):
     return data
 
 
-@pytest.mark.parametrize("kind, sampling", [("microbatch", "all"), ("user", "fixed_size")])
-def test_an_honest_training_refutes_no_claim_for_units_and_users(kind, sampling, tmp_path):
-    found = attacked(tmp_path, **choices_of(kind, **audited.SAMPLINGS[sampling]))
+def test_an_honest_training_refutes_no_claim_for_users(tmp_path):
+    found = attacked(tmp_path, **choices_of("user", **audited.SAMPLINGS["fixed_size"]))
     assert not found.exceeded
     assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
@@ -280,10 +270,9 @@ def each_example_clipped_alone(patch):
     patch.setattr(PrivateRound, "add_chunk", apart)
 
 
-@pytest.mark.parametrize("kind", HONEST)
-def test_clipping_examples_in_place_of_units_or_users_is_caught(kind, tmp_path, monkeypatch):
+def test_clipping_examples_in_place_of_units_is_caught(tmp_path, monkeypatch):
     each_example_clipped_alone(monkeypatch)
-    assert attacked(tmp_path, **choices_of(kind)).exceeded
+    assert attacked(tmp_path, **choices_of("microbatch")).exceeded
 
 
 def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
@@ -332,23 +321,16 @@ def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
         released(tmp_path, TensorDataset(x, y), User(8, "user_of"), users=4)
 
 
-@pytest.mark.parametrize(
-    "arguments, unit, n",
-    [
-        (["privacy_unit=user"], "user", 200),
-    ],
-)
-def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
+def test_a_job_tells_its_unit(dpexp_job):
     quick = ("model=logistic", "privacy.noise_multiplier=1", "sampling.steps=2", "trainer.num_evaluations=0")
-    output = dpexp_job(*arguments, *quick, "sampling.epochs=null", "tracking.experiment=units")
-    result = json.loads((output / "result.json").read_text())
-    assert (result["unit"], result["n"]) == (unit, n)
-    assert f"for adding or removing one {unit}" in (output / "card.md").read_text()
-    assert json.loads((output / "plan.json").read_text())["privacy_unit"]["kind"] == arguments[0].split("=")[1]
-    from mlflow import MlflowClient
+    output = dpexp_job("privacy_unit=user", *quick, "sampling.epochs=null", "tracking.experiment=units")
+    result = result_of(output)
+    assert (result["unit"], result["n"]) == ("user", 200)
+    assert "for adding or removing one user" in (output / "card.md").read_text()
+    assert json.loads((output / "plan.json").read_text())["privacy_unit"]["kind"] == "user"
 
-    client = MlflowClient(f"sqlite:///{output.parent.parent}/mlflow.db")
-    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.privacy_unit"] == unit
+    client = store_of(output.parents[2])
+    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.privacy_unit"] == "user"
 
 
 def test_a_data_set_of_tensors_has_no_lists_of_examples():

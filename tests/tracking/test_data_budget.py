@@ -15,6 +15,7 @@ import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
 from filelock import FileLock
+from jobs import store_of
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
@@ -294,7 +295,7 @@ def job(monkeypatch, *arguments):
 
 def test_a_budget_is_kept_from_job_to_job(dpexp_job, tmp_path, monkeypatch, capsys):
     output = dpexp_job(*QUICK, KEPT, "privacy.epsilon=2")
-    client = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    client = store_of(tmp_path)
     (run,) = client.search_runs(["1"])
     assert run.data.params["data.id"] == "digits" and run.data.tags["dpexp.data_id"] == "digits"
     assert "id: digits" in (output / "config.yaml").read_text() and "budget" not in run.info.run_name
@@ -471,7 +472,7 @@ def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_p
         dpexp_job(*QUICK, KEPT, "privacy.epsilon=2")
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert charge.status == "FAILED" and len(charge.ledger) == 0 and not charge.ledger_missing
-    (run,) = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
+    (run,) = store_of(tmp_path).search_runs(["1"])
     assert run.data.tags["dpexp.ledger_state"] == "nothing"
 
 

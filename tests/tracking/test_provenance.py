@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import store_of
 from mlflow import MlflowClient
 
 from dpexp import config
@@ -14,11 +15,9 @@ from dpexp.tracking.provenance import provenance, write_patch
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
-GROUPS = ("data", "model", "group", "mechanism")
-
 
 def runs(folder):
-    return MlflowClient(f"sqlite:///{folder}/outputs/mlflow.db").search_runs(["1"])
+    return store_of(folder).search_runs(["1"])
 
 
 def git(*arguments):
@@ -174,5 +173,5 @@ def test_a_resumed_run_keeps_where_it_started_and_says_where_it_went_on(dpexp_jo
     )
     assert patches[0].read_text() == patch and "+width = 2" in patch
     assert "-width = 2\n+width = 3" in patches[1].read_text()
-    client = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    client = store_of(tmp_path)
     assert {path.name for path in patches} <= {artifact.path for artifact in client.list_artifacts(run_.info.run_id)}

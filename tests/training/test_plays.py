@@ -1,10 +1,10 @@
 """Speeches of plays and a transformer that reads them, with a tiny one of random weights in MiniLM's place."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from jobs import result_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
@@ -86,7 +86,7 @@ def test_the_experiments_train(experiment, tiny, monkeypatch, dpexp_job):
     monkeypatch.setattr(plays, "standard_file", lambda root, url, md5: Path(root) / "input.txt")
     shape = [f"data.shape=[{WIDTH}]"] if experiment == "text_head" else []
     output = dpexp_job(f"experiment={experiment}", *JOB, *shape, f"data.root={tiny}")
-    assert 0 <= json.loads((output / "result.json").read_text())["metrics"]["test_accuracy"] <= 1
+    assert 0 <= result_of(output)["metrics"]["test_accuracy"] <= 1
     if experiment == "text_lora":
         assert dpexp.load(output)(text.tokens(["The king"], 32)).shape == (1, 9)
 

@@ -71,10 +71,7 @@ MODELS = {
     "prefix tuning on Llama": Model(with_(LLAMA, peft.PrefixTuningConfig, num_virtual_tokens=3), causal),
     "prefix tuning on GPT-2": Model(
         with_(
-            of("GPT2LMHeadModel", **GPT2),
-            peft.PrefixTuningConfig,
-            num_virtual_tokens=3,
-            prefix_projection=True,
+            of("GPT2LMHeadModel", **GPT2), peft.PrefixTuningConfig, num_virtual_tokens=3, prefix_projection=True,
             encoder_hidden_size=16,
         ),
         causal,
@@ -83,4 +80,4 @@ MODELS = {
         with_(of("T5ForConditionalGeneration", **T5), peft.LoraConfig, "SEQ_2_SEQ_LM", r=4, target_modules=["q", "v"]),
         translated,
     ),
-}
+}  # fmt: skip

@@ -71,14 +71,9 @@ MODELS = {
     "timm CaiT": seen(of_timm("cait_xxs24_224", **SMALL)),
     "timm Swin": seen(
         of_timm(
-            "swin_tiny_patch4_window7_224",
-            img_size=32,
-            patch_size=4,
-            window_size=4,
-            embed_dim=16,
-            depths=(1, 1),
+            "swin_tiny_patch4_window7_224", img_size=32, patch_size=4, window_size=4, embed_dim=16, depths=(1, 1),
             num_heads=(2, 2),
-        ),
+        )
     ),
     "timm PoolFormer": seen(
         of_timm(metaformer.MetaFormer, depths=(1, 1), dims=(16, 24), token_mixers=metaformer.Pooling)
@@ -93,21 +88,13 @@ MODELS = {
     ),
     "timm ResNet, GroupNorm": seen(
         of_timm(
-            resnet.ResNet,
-            block=resnet.BasicBlock,
-            layers=(1, 1, 1, 1),
-            channels=(8, 8, 16, 16),
-            stem_width=4,
+            resnet.ResNet, block=resnet.BasicBlock, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), stem_width=4,
             norm_layer=groups,
         )
     ),
     "timm ResNetV2, weight-standardized": seen(
         of_timm(
-            resnetv2.ResNetV2,
-            layers=(1, 1),
-            channels=(32, 64),
-            stem_chs=32,
-            conv_layer=StdConv2d,
+            resnetv2.ResNetV2, layers=(1, 1), channels=(32, 64), stem_chs=32, conv_layer=StdConv2d,
             norm_layer=partial(GroupNormAct, num_groups=4),
         )
     ),
@@ -118,11 +105,7 @@ MODELS = {
     ),
     "torchvision ResNeXt, GroupNorm": seen(
         of_torchvision(
-            tv.resnet.ResNet,
-            block=tv.resnet.Bottleneck,
-            layers=[1, 1, 1, 1],
-            groups=4,
-            width_per_group=2,
+            tv.resnet.ResNet, block=tv.resnet.Bottleneck, layers=[1, 1, 1, 1], groups=4, width_per_group=2,
             norm_layer=groups,
         )
     ),
@@ -131,25 +114,14 @@ MODELS = {
     "torchvision SqueezeNet": seen(of_torchvision(tv.SqueezeNet, True, version="1_1")),
     "torchvision ViT": seen(
         of_torchvision(
-            tv.VisionTransformer,
-            True,
-            image_size=16,
-            patch_size=4,
-            num_layers=2,
-            num_heads=4,
-            hidden_dim=32,
+            tv.VisionTransformer, True, image_size=16, patch_size=4, num_layers=2, num_heads=4, hidden_dim=32,
             mlp_dim=48,
         ),
         16,
     ),
     "torchvision Swin": seen(
         of_torchvision(
-            tv.SwinTransformer,
-            patch_size=[4, 4],
-            embed_dim=16,
-            depths=[1, 1],
-            num_heads=[2, 2],
-            window_size=[4, 4],
+            tv.SwinTransformer, patch_size=[4, 4], embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=[4, 4],
             stochastic_depth_prob=0.0,
         )
     ),
@@ -180,4 +152,4 @@ MODELS = {
     ),
     "timm ResNet": seen(of_timm(resnet.ResNet, block=resnet.BasicBlock, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16))),
     "torchvision ResNet": seen(of_torchvision(tv.resnet.ResNet, block=tv.resnet.BasicBlock, layers=[1, 1, 1, 1])),
-}
+}  # fmt: skip

@@ -191,11 +191,8 @@ MODELS = {
     "LSTM, projected": plain(of(Recurrent, nn.LSTM, False, proj_size=5), sized),
     "GRU, both ways": plain(of(Recurrent, nn.GRU, False, bidirectional=True), sized),
     "GRU, both ways, packed": plain(of(Recurrent, nn.GRU, True, bidirectional=True), sized),
-    "LSTMCell": plain(of(Cells, nn.LSTMCell), read),
-    "GRUCell": plain(of(Cells, nn.GRUCell), read),
-    "experts, dense": plain(of(Experts, True), read),
-    "experts, routed": plain(of(Experts, False), read),
-    "tied language model": plain(of(Tied), continued),
-    "bag of words": plain(of(Bags), read),
+    "LSTMCell": plain(of(Cells, nn.LSTMCell), read), "GRUCell": plain(of(Cells, nn.GRUCell), read),
+    "experts, dense": plain(of(Experts, True), read), "experts, routed": plain(of(Experts, False), read),
+    "tied language model": plain(of(Tied), continued), "bag of words": plain(of(Bags), read),
     "state space": plain(of(StateSpace), read),
-}
+}  # fmt: skip

@@ -154,14 +154,8 @@ MODELS = {
     ),
     "Wav2Vec2, CTC": Model(
         of(
-            "Wav2Vec2ForCTC",
-            conv_dim=(16, 16),
-            conv_stride=(5, 4),
-            conv_kernel=(10, 4),
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            mask_time_prob=0.0,
+            "Wav2Vec2ForCTC", conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4), num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
             feat_extract_norm="layer",
         ),
         heard,
@@ -173,4 +167,4 @@ MODELS = {
     "SigLIP": Model(
         of("SiglipModel", **{k: v for k, v in TOWERS.items() if k != "projection_dim"}), pictured, likeness
     ),
-}
+}  # fmt: skip
