@@ -19,7 +19,8 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.table_ranges import TableRanges
 from dpexp.reporting.terminal import console
 from dpexp.reporting.wording import up
-from dpexp.training.data.tables import KINDS, numbers_of, rows_of
+from dpexp.training.data.raw import rows_of
+from dpexp.training.data.tables import KINDS, numbers_of
 
 _MARGIN = 1 + 1e-6  # for the accountant's own rounding
 _STYLE: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None, "width": 120}

@@ -151,7 +151,7 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
     (folders / "train" / "a" / "cut.png").write_bytes((folders / "train" / "a" / "02.png").read_bytes()[:90])
     MISTAKES[said]()
     with pytest.raises(ConfigError) as raised:
-        assert of().train
+        assert of().train_dataloader()
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -246,4 +246,4 @@ def test_vectors_of_a_data_set_train(folders, dpexp_job):
         (["no", "yes"], [4], "other", "data.path=saved, split other: "),
     ):
         with pytest.raises(ConfigError, match=said):
-            assert HuggingFace("saved", names, shape, "v", "y", test_split=split).train
+            assert HuggingFace("saved", names, shape, "v", "y", test_split=split).train_dataloader()

@@ -238,7 +238,7 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
         (("data.length=33",), None, "data.length=33 must lie between 2 and the 32 tokens"),
         (("data.n=???",), None, "data.n must be given"),
         (("model.name=./nowhere",), None, "model.name=./nowhere is neither a folder nor a name on the hub"),
-        (("data.path=tiny",), None, "data.path=tiny is"),
+        (("data.path=tiny",), None, "data.path=tiny cannot be read"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_sentence_before_any_release(folder, dpexp_job, overrides, content, sentence):

@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +61,7 @@ class _Texts(RawData):
     """Training and test texts in files, and a tokenizer that was not made from them.
 
     Args:
-        path, test_path: a text file (documents are separated by blank lines), a .jsonl file (an object per line), or a
-            folder of a `datasets` data set.
+        path, test_path: a text file (documents are separated by blank lines), or a .jsonl file (an object per line).
         tokenizer: a local folder, or a name on the hub.
         length: tokens of an example; shorter ones are padded.
         text: the field with the text.
@@ -80,13 +78,8 @@ class _Texts(RawData):
             raise ConfigError(f"data.length={length} must lie between 2 and the {most} tokens that the model can take.")
         self._tokenizer = tokenizer_of(tokenizer)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.train, self.batch_size, shuffle=True)
-
     def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.test, self.batch_size)
-
-    val_dataloader = test_dataloader
 
     @cached_property
     def train(self) -> Tokens:
@@ -114,12 +107,7 @@ class _Texts(RawData):
             (folder / "adapter" / "README.md").write_text(card)
 
     def read_inputs(self, path: Path) -> "DataFrame":
-        from pandas import read_csv
-
-        try:
-            found = read_csv(path, dtype=str, na_filter=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data={path} cannot be read as CSV: {' '.join(str(error).split())[:200]}") from error
+        found = super().read_inputs(path)
         if self._text not in found:
             raise ConfigError(f"data={path} has no column {self._text}, but {', '.join(map(str, found))}.")
         return found
@@ -274,26 +262,17 @@ def _blocks(ids: list[int], length: int) -> list[list[int]]:
 
 
 def _read(key: str, path: str, fields: Mapping[str, str], strict: bool = False) -> list[dict[str, Any]]:
-    """The records of a file or folder, of which one, or if `strict` each, must have the fields."""
+    """The records of a file, of which one, or if `strict` each, must have the fields."""
     file = Path(path).expanduser()
-    rows: list[Any]
-    if file.is_dir():
-        try:
-            rows = list(import_module("datasets").load_from_disk(str(file)))
-        except ImportError as error:
-            raise ConfigError(f"{key}={path} is a folder, which needs datasets: pip install datasets.") from error
-        except OSError as error:
-            raise ConfigError(f"{key}={path} is no folder of a `datasets` data set: {error}") from error
+    try:
+        content = file.read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
+    if file.suffix in (".jsonl", ".json"):
+        rows = [_parsed(line) for line in content.split("\n") if line.strip()]
     else:
-        try:
-            content = file.read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
-        except OSError as error:
-            raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
-        if file.suffix in (".jsonl", ".json"):
-            rows = [_parsed(line) for line in content.split("\n") if line.strip()]
-        else:
-            texts = re.split(r"\n(?:[ \t]*\n)+", content)
-            rows = [{fields["data.text"]: text.strip()} for text in texts if text.strip()]
+        texts = re.split(r"\n(?:[ \t]*\n)+", content)
+        rows = [{fields["data.text"]: text.strip()} for text in texts if text.strip()]
     rows = [row if isinstance(row, dict) else {} for row in rows]
     if not rows:
         raise ConfigError(f"{key}={path} is empty: it needs documents, or lines of JSON in a .jsonl file.")

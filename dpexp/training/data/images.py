@@ -21,7 +21,6 @@ from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
 from dpexp.training.data.raw import RawData
-from dpexp.training.data.tables import rows_of
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame
@@ -48,7 +47,6 @@ class Images(RawData):
 
     @cached_property
     def train(self) -> TensorDataset:
-        assert self.test  # a mistake in it is found before training
         return self._read(*self._records(in_test=False), is_public=False)
 
     @cached_property
@@ -64,11 +62,11 @@ class Images(RawData):
 
     def read_inputs(self, path: Path) -> "DataFrame":
         """An image, the images in a folder, or the rows of a CSV or Parquet file."""
-        from pandas import DataFrame, concat
+        from pandas import DataFrame
 
         if path.is_dir() or path.suffix.lower() in _SUFFIXES:
             return DataFrame({self._input: [*map(str, _images_in(path) if path.is_dir() else [path])]})
-        return concat(rows_of("data", str(path)), ignore_index=True)
+        return super().read_inputs(path)
 
     def encode(self, inputs: "DataFrame") -> Tensor:
         """x [N, …] of a column that holds images (a file's path or content) or lists of numbers."""

@@ -4,7 +4,6 @@ A row is encoded by itself. A value that is missing, no number, or in no categor
 target or a person contributes nothing, so that no refusal depends on the values of a single row.
 """
 
-import csv
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +16,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData
+from dpexp.training.data.raw import RawData, rows_of
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
 
-_ROWS = 2**18  # read at once
-_DELIMITERS = ",;\t|"
 KINDS = {"number": ("min", "max"), "category": ("values",), "ignored": ()}  # with the facts that each needs
 
 
@@ -73,11 +70,6 @@ class Table(RawData):
         if self._test_path is not None:
             return self._data_set("data.test_path", self._test_path, in_test=None)
         return self._data_set("data.path", self._path, in_test=True)
-
-    def read_inputs(self, path: Path) -> "DataFrame":
-        from pandas import concat
-
-        return concat(rows_of("data", str(path)), ignore_index=True)
 
     def example(self) -> "DataFrame":
         key, path = ("data.path", self._path) if self._test_path is None else ("data.test_path", self._test_path)
@@ -181,57 +173,6 @@ def _codes(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
     from pandas import Categorical
 
     return np.asarray(Categorical(values.astype(str).str.strip(), categories=facts["values"]).codes)
-
-
-def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
-    """The rows of a CSV or Parquet file, in parts; every value of a CSV file is a text.
-
-    Args:
-        key: the configuration key of the path, for messages.
-
-    Raises:
-        ConfigError: the file cannot be read as a table with a header.
-    """
-    import pandas as pd
-
-    file = Path(path).expanduser()
-    try:
-        if file.suffix == ".parquet":
-            from pyarrow import parquet
-
-            for batch in parquet.ParquetFile(file).iter_batches(_ROWS):
-                yield batch.to_pandas()
-            return
-        header = _header(key, file)
-        with pd.read_csv(
-            file, sep=header, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS,
-            encoding="utf-8-sig", index_col=False,
-        ) as parts:  # fmt: skip
-            yield from (part.fillna("") for part in parts)
-    except ConfigError:
-        raise
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}={path} is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8.") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
-        raise ConfigError(f"{key}={path} cannot be read as a table: {reason}.") from error
-
-
-def _header(key: str, file: Path) -> str:
-    """The delimiter of a CSV file, which occurs most often in its header."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        first = lines.readline().rstrip("\r\n")
-    if not first:
-        raise ConfigError(f"{key}={file} is empty; its first line must name the columns.")
-    delimiter = max(_DELIMITERS, key=first.count)
-    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or "" in names:
-        raise ConfigError(
-            f"{key}={file}: its first line must name each column once, and {twice[0] or 'a name without letters'} "
-            "occurs twice." if twice else f"{key}={file}: a column has no name in the first line."
-        )  # fmt: skip
-    return delimiter
 
 
 def facts_of(schema: str | None, target: str | None, person: str | None) -> dict[str, Any]:
