@@ -256,11 +256,11 @@ def with_earlier(earlier: Sequence[Ledger], own: Ledger, delta: float) -> str:
     """ε of all runs on the same data together, in words; "" if there is no earlier one."""
     if not earlier:
         return ""
+    together = f"with {len(earlier)} earlier run{'s' * (len(earlier) > 1)} on these data"
     try:
-        total = epsilon(concatenate([*earlier, own]), delta)
+        return f"{together}, ε = {up(epsilon(concatenate([*earlier, own]), delta), 4)}"
     except ConfigError:  # they have different adjacencies
-        return f"with the {len(earlier)} earlier runs on these data no single ε can be stated"
-    return f"with the {len(earlier)} earlier runs on these data, ε = {up(total, 4)}"
+        return f"{together} no single ε can be stated"
 
 
 def _print_run(cost: Any, at: float, accountant: str) -> None:
