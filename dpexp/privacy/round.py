@@ -139,7 +139,7 @@ class PrivateRound:
         self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
         self.observations = []
         self._round = t
-        self.step.begin_round(t)
+        self.step.states.begin_round(t)
 
     def add_chunk(self, loss_of: LossOf, batch: Any, size: int) -> None:
         """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing.
@@ -177,7 +177,7 @@ class PrivateRound:
 
     def check_state(self) -> None:
         """In rounds that are checked, tests whether the step kept something of the sample's records."""
-        self.step.check_state(self._round)
+        self.step.states.check(self._round)
 
     def end(self) -> None:
         """Ends the sample.

@@ -1,19 +1,17 @@
 """Decides how a job's records are processed: by a traced graph, by vmap, or one at a time."""
 
-import itertools
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpexp.errors import ConfigError, RecordError
+from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.branches import describe, explain, failing_layer
 from dpexp.privacy.gradients.chunk import (
     NO_LOSS,
@@ -31,6 +29,7 @@ from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.local_training import LocalTrainer
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ChunkGradients, VmapPass, gradients_of_one_record, no_seeds
+from dpexp.privacy.gradients.state_tests import StateTests
 from dpexp.privacy.gradients.traced import MixesRecords, NotTraceable
 from dpexp.privacy.gradients.tracer import side_effects_undone
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
@@ -38,8 +37,6 @@ from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.state_checks import (
     KEEPS_STATE,
-    ROUNDS_ALWAYS_CHECKED,
-    StateCheck,
     StateFound,
     digest,
     digest_as_integer,
@@ -48,11 +45,8 @@ from dpexp.privacy.state_checks import (
 
 TRACED, VMAP, LOOP = "traced", "vmap", "one at a time"
 _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
-_OTHER_RECORDS = (1, 2, 4)  # numbers of other records between two probes of the same ones
-_PROBE_SCALES = (8, 0.125)  # factors of further probes, since a step may have thresholds anywhere
-_MAX_TRACING_TIME = _MAX_CHECKING_TIME = 0.02  # fractions of the time since the start
+_MAX_TRACING_TIME = 0.02  # as a fraction of the time since the start
 _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
-_MAX_PROBES = 36
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
 _MAX_STEP_CHANGES = 3  # with more, the step is no longer traced
 
@@ -78,6 +72,7 @@ class Step:
         synthetic: how synthetic records are drawn, once that is decided.
         public: a batch of one public record, on which the step is tried; None: there is none.
         seconds_of_round: estimated in the dry run; 0: unknown.
+        states: tests of a step that is not traced.
     """
 
     def __init__(
@@ -99,16 +94,13 @@ class Step:
         self.is_random = True
         self.public: Any = None
         self.synthetic: SyntheticRecords | None = None
-        self._check: StateCheck | None = None
-        self._tested: dict[Hashable, Chunk] = {}  # a synthetic record of each shape tested for state
-        self._probed: list[Chunk] = []
+        self.states = StateTests(module, lambda one: self.gradients_of_record(one, 0), device)
         self._first_state: tuple = ()
-        self._round = 0
         self._template: tuple[Chunk, _Settings] | None = None  # a synthetic record; settings of a later round
         self._calls = 1
         self._last_traced_round = 0  # rounds completed then
         self._step_changes = 0
-        self._tracing = self._checking = self._seconds_of_record = self.seconds_of_round = 0.0
+        self._tracing = self.seconds_of_round = 0.0
         self._began = time.perf_counter()
 
     @property
@@ -141,7 +133,7 @@ class Step:
                 self._template = synthetic.records(chunk.row(0), 1, 0), settings
             if self.mode != TRACED:
                 for one in (chunk, *others):
-                    self._test_for_state(one, is_new=one is not chunk)
+                    self.states.test(one, self.synthetic, is_new=one is not chunk)
             if first and first[0] is not None and first[0] != self._gradient_digests(others[0]):
                 raise StateFound(KEEPS_STATE.format(what="what training_step sets depends on the first record's shape"))
         now = self._digests()
@@ -198,7 +190,8 @@ class Step:
             if changed is not None:
                 self.graphs.drop(lambda key: key == chunk.key)
             if self.mode != TRACED:
-                self._test_for_state(chunk, is_new=False)
+                assert self.synthetic
+                self.states.test(chunk, self.synthetic)
                 self._warn_if_slow()
         self._tracing += time.perf_counter() - now
 
@@ -219,27 +212,6 @@ class Step:
             self.reason = f"hooks change the step repeatedly ({difference})"
             self._decide_untraced(chunk)
 
-    def begin_round(self, t: int) -> None:
-        """Notes weights, buffers and, in the first rounds and then within 2 % of the time, gradients of probes."""
-        self._round = t
-        if self._check is None:
-            return
-        began = time.perf_counter()
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        with suppress(Exception):  # a synthetic record may have no loss with the present weights
-            self._check.before(
-                t < ROUNDS_ALWAYS_CHECKED or self._checking <= _MAX_CHECKING_TIME * (began - self._began)
-            )
-        self._checking += time.perf_counter() - began
-
-    def check_state(self, t: int) -> None:
-        """Compares what `begin_round` noted with what it is after the round's records."""
-        if self._check is not None:
-            began = time.perf_counter()
-            self._check.after(t)
-            self._checking += time.perf_counter() - began
-
     def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Iterator[dict[str, Tensor] | Exception]:
         """Adds the clipped vectors of a chunk's records to `sums`; `clip_norms`: see `ClippedSums.clip_norms`.
 
@@ -258,22 +230,11 @@ class Step:
     def _add_each(
         self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
     ) -> Iterator[dict[str, Tensor] | Exception]:
-        self._test_new_shape(chunk)
+        if self.synthetic is not None and not self._training:
+            self.states.test_if_new(chunk, self.synthetic)
         for i in range(chunk.size):
             one = self._gradients(chunk, i)
             yield self._clipped(one, clip_norms, sums) if isinstance(one, ChunkGradients) else one
-
-    def _test_new_shape(self, chunk: Chunk) -> None:
-        """Tests for state on records of a shape not tested before: of the first 12, and then within 2 % of the time."""
-        now = time.perf_counter()
-        few = len(self._tested) < _MANY_SHAPES or self._checking <= _MAX_CHECKING_TIME * (now - self._began)
-        if self._training or self.synthetic is None or chunk.key in self._tested or not few:
-            return
-        with own_state(self._device):
-            self.check_state(self._round)
-            self._test_for_state(chunk)
-            self.begin_round(self._round)
-        self._checking += time.perf_counter() - now
 
     def _gradients(self, chunk: Chunk, i: int | None = None) -> ChunkGradients | Exception:
         """Gradients of all records by vmap, or of record i; or the error that they raise."""
@@ -312,7 +273,7 @@ class Step:
         They are processed by the step as written, as in an untraced job: the shapes of other records, which decide the
         mode, must not decide what a record contributes.
         """
-        if self._check is None:
+        if not self.states.running:
             warnings.warn(f"some records are processed one at a time, which is slow: {reason}")
             self.is_random = True
 
@@ -369,63 +330,6 @@ class Step:
         except Exception:  # self.reason already says why the step is not traced
             self.mode = LOOP
 
-    def _test_for_state(self, chunk: Chunk, is_new: bool = True) -> None:
-        """Tests whether the step keeps state, and sets up the tests of the rounds; not `is_new`: it has a loss.
-
-        Synthetic records of the shape of `chunk` must have the same gradients before and after others, of that shape
-        and of those tested before.
-        """
-        assert self.synthetic
-        first = self.synthetic.records(chunk, 1, 0)
-        self._tested[chunk.key] = first
-        shapes = [first, *reversed(self._tested.values())]
-        others = [
-            self.synthetic.records(replace(like, loss_of=chunk.loss_of), 1, seed + 1)
-            for seed, like in zip(range(sum(_OTHER_RECORDS)), itertools.cycle(shapes))
-        ]  # fmt: skip
-        state = all_random_states(self._device)
-        probed = [first]
-
-        def probe(some: list[Chunk] = probed) -> list[Tensor]:
-            before = all_random_states(self._device)
-            set_all_random_states(self._device, *state)
-            try:
-                each = [self.gradients_of_record(one, 0) for one in some]
-            finally:
-                set_all_random_states(self._device, *before)
-            return [t for one in each for t in (one.losses, *(use.materialize() for use in one.by_name.values()))]
-
-        check = StateCheck(self._module, probe)
-        if is_new:
-            check.before(probing=False)
-            if isinstance(self._gradients(first, 0), Exception):
-                probed.clear()  # such records contribute nothing
-            check.after(-1)
-        try:
-            probe()  # a step may fill caches once
-            for scale in _PROBE_SCALES if probed else ():
-                leaves = [leaf * scale if leaf.is_floating_point() else leaf for leaf in first.tensors]
-                scaled = first.with_tensors(leaves)
-                with suppress(Exception):  # the step may not accept such values
-                    self.gradients_of_record(scaled, 0)
-                    probed.append(scaled)
-            began = time.perf_counter()
-            for count in _OTHER_RECORDS:
-                check.before()
-                for _ in range(count):
-                    self._gradients(others.pop(), 0)  # which may have none
-                check.after(-1)
-            self._seconds_of_record = (time.perf_counter() - began) / sum(_OTHER_RECORDS)
-        except ConfigError:
-            raise
-        except Exception as error:  # caused by what an earlier pass left behind
-            if isinstance(error, RecordError):
-                raise ConfigError(str(error)) from error
-            what = f"training_step fails after other records ({explain(error)})"
-            raise StateFound(KEEPS_STATE.format(what=what)) from error
-        self._probed = (self._probed + probed)[-_MAX_PROBES:]
-        self._check = StateCheck(self._module, partial(probe, self._probed))
-
     def _synthetic_records(self, chunk: Chunk) -> tuple[SyntheticRecords | None, Exception | None]:
         """Synthetic records with finite losses and gradients, if any; and the error, if all raise one."""
         public = public_leaves(self.public, chunk)
@@ -473,12 +377,11 @@ class Step:
             how = "by vmap of training_step in every round, which is slower than a traced graph"
         elif self.mode != TRACED and not self._training:
             job = self.graphs.compiling
-            self.seconds_of_round = self._seconds_of_record * job.sample_size
+            self.seconds_of_round = self.states.seconds_of_record * job.sample_size
             total = timedelta(seconds=round(self.seconds_of_round * job.rounds))
-            how = (
-                f"one at a time, which is slow: about {1 / max(self._seconds_of_record, 1e-6):.0f} records a second, "
-                f"and about {total} (h:mm:ss) for this job"
-            )
+            rate = 1 / max(self.states.seconds_of_record, 1e-6)
+            slow = f"about {rate:.0f} records a second, and about {total} (h:mm:ss) for this job"
+            how = f"one at a time, which is slow: {slow}"
         else:
             return
         warnings.warn(f"this model's records are processed {how}: {self.reason}")
