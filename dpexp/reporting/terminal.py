@@ -73,6 +73,10 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> Non
             f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "
             f"publishing one random {plan.privacy_unit} in full. Well below 1/n is usual."
         )
+    if cfg.data.path is not None:
+        person = cfg.data.person if cfg.data.person not in (None, "row") else None
+        whom = f"all rows with one {person}" if person else f"a {plan.privacy_unit}"
+        _print(f"ε protects {escape(whom)} of {escape(cfg.data.path)}; test records are not protected.")
     if cfg.privacy.noise_seed is not None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
