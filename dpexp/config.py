@@ -202,6 +202,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
     OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
     OmegaConf.register_new_resolver("artifact_folder", _artifact_folder, replace=True)
+    OmegaConf.register_new_resolver("resolved", lambda path: path and str(Path(path).resolve()), replace=True)
     OmegaConf.register_new_resolver("table", _table, replace=True)
     OmegaConf.register_new_resolver("class_names", _class_names, replace=True)
     OmegaConf.register_new_resolver("class_count", _class_count, replace=True)

@@ -282,6 +282,8 @@ def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
     """The model after its private preprocessing, whose steps must accept one another's output shapes."""
     chosen = {name: make(f"preprocessing.{name}", node) for name, node in (cfg.preprocessing or {}).items()}
     if cfg.data.released:
+        if "schema" in chosen:
+            raise ConfigError("preprocessing.schema: that name is the release of data.schema; choose another.")
         chosen = {"schema": TableRanges(**cfg.data.released)} | chosen
     preprocessed = PreprocessedModel(chosen, model)
     if cfg.data.shape is None:

@@ -70,10 +70,10 @@ RUN is a job's folder, or the MLflow run id of a job of this machine. Options:
 Options:
     out=FILE.yaml     where the schema goes; default: the name of the table, here
     data.person=…     the column that identifies a person, if ε shall protect people
-    epsilon=0.5       release the number of rows and the ranges of numbers, rounded outwards to powers of two, with this
-                      ε; each job with the schema accounts for it
-    delta=1e-6        of that release
-    unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
+    unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private
+    epsilon=0.5       with data.schema=FILE.yaml, whose kinds of columns you have checked: release the number of rows and
+                      the ranges of numbers, rounded outwards to powers of two; each job with the schema accounts for it
+    delta=1e-6        of that release""",
     "version": "`python -m dpexp version` prints the version of dpexp.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.

@@ -186,7 +186,8 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
     model, precision = bare(module).eval(), trainer.precision_plugin
     if data is not None:
         with precision.forward_context():
-            return _written(x.join(data.predictions(model, x)), out)
+            found = data.predictions(model, x)
+            return _written(x.drop(columns=[name for name in found if name in x]).join(found), out)
     try:
         with torch.no_grad(), precision.forward_context():
             outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(1000)])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, SamplingEvent
@@ -20,7 +20,7 @@ from dpexp.privacy.table_ranges import TableRanges
 from dpexp.reporting.terminal import console
 from dpexp.reporting.wording import up
 from dpexp.training.data.raw import rows_of
-from dpexp.training.data.tables import KINDS, numbers_of
+from dpexp.training.data.tables import KINDS, numbers_of, read_schema
 
 _MARGIN = 1 + 1e-6  # for the accountant's own rounding
 _STYLE: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None, "width": 120}
@@ -33,13 +33,14 @@ _HEAD = """\
 
 @dataclass
 class Source:
-    path: str = MISSING
+    path: str | None = None
+    schema: str | None = None
     person: str | None = None
 
 
 @dataclass
 class Options:
-    data: Any = field(default_factory=Source)
+    data: Source = field(default_factory=Source)
     out: str | None = None
     epsilon: float | None = None
     delta: float = 1e-6
@@ -53,6 +54,10 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"schema: {other[0]} is no option; see schema --help.")
     cfg: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(given)))
     path, person = cfg.data.path, cfg.data.person or "row"
+    if path is None:
+        raise ConfigError("schema needs data.path, a file with the training rows.")
+    if cfg.epsilon is not None:
+        return _released(cfg, path, person)
     out = Path(cfg.out or Path(path).with_suffix(".yaml").name)
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another file.")
@@ -60,14 +65,13 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     if person != "row" and person not in columns:
         raise ConfigError(f"data.person={person} is no column of {path}: {', '.join(columns)}.")
     content: dict[str, Any] = {"rows": None} | ({} if person == "row" else {"persons": None})
-    ranges = [name for name, facts in columns.items() if facts["kind"] == "number" and name != person]
     if cfg.unsafe:
         content |= _in_the_clear(path, person, columns)
-    elif cfg.epsilon is not None:
-        if person != "row":
-            raise ConfigError("epsilon: the release protects a row, not a person; fill in the schema by hand.")
-        content |= _released(cfg, path, columns, ranges, out.with_suffix(".ledger.jsonl"))
-    content["columns"] = columns
+    return _write(out, path, content | {"columns": columns})
+
+
+def _write(out: Path, path: str, content: dict[str, Any]) -> dict[str, Any]:
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(_HEAD.format(path=path) + yaml.safe_dump(content, **_STYLE))
     console.print(f"Schema: {out}", soft_wrap=True)
     return content
@@ -98,8 +102,19 @@ def _in_the_clear(path: str, person: str, columns: dict[str, Any]) -> dict[str, 
     return {"rows": len(rows), **counted, "unsafe": True}
 
 
-def _released(cfg: Any, path: str, columns: dict[str, Any], ranges: list[str], ledger_path: Path) -> dict[str, Any]:
-    """Fills in the number of rows and the ranges of numbers by one Gaussian release, which is in a ledger first."""
+def _released(cfg: Any, path: str, person: str) -> dict[str, Any]:
+    """Fills in the rows and ranges of a schema by one Gaussian release, which is in a ledger first."""
+    if cfg.data.schema is None:
+        raise ConfigError(
+            "epsilon needs data.schema: a schema whose kinds of columns you have checked, since what is released must "
+            "not depend on the rows; python -m dpexp schema without epsilon writes one."
+        )
+    if person != "row":
+        raise ConfigError("epsilon: the release protects a row, not a person; fill in the schema by hand.")
+    content = read_schema(cfg.data.schema)
+    columns = content["columns"]
+    ranges = [name for name, facts in columns.items() if facts["kind"] == "number"]
+    ledger_path = Path(cfg.data.schema).with_suffix(".ledger.jsonl")
     target = Epsilon(cfg.epsilon, cfg.delta)
     target.check("pld")
     step = TableRanges(len(ranges), noise_multiplier=_MARGIN / target.mu)
@@ -107,6 +122,8 @@ def _released(cfg: Any, path: str, columns: dict[str, Any], ranges: list[str], l
     assert isinstance(event, OneTimeQueryEvent)
     total = torch.zeros(step.d, dtype=torch.float64)
     for rows in rows_of("data.path", path):
+        if missing := [name for name in ranges if name not in rows]:
+            raise ConfigError(f"data.path={path} has no column {missing[0]}, which data.schema names.")
         total += step.sums_of([numbers_of(rows[name]) for name in ranges], len(rows))
     ledger = LedgerWriter(ledger_path)
     ledger.sample(SamplingEvent("all", 1.0, 1))
@@ -123,5 +140,6 @@ def _released(cfg: Any, path: str, columns: dict[str, Any], ranges: list[str], l
         f"adding or removing one row; every job with this schema accounts for it. Ledger: {ledger_path}",
         soft_wrap=True,
     )
-    released = {"ranges": len(ranges), "noise_multiplier": step.noise_multiplier}
-    return {"rows": max(1, math.floor(float(total[0]))), "released": released}
+    content["rows"] = max(1, math.floor(float(total[0])))
+    content["released"] = {"ranges": len(ranges), "noise_multiplier": step.noise_multiplier}
+    return _write(Path(cfg.data.schema), path, content)

@@ -80,6 +80,52 @@ def test_rows_without_a_target_contribute_nothing(table, suffix):
     assert of(path=f"some.{suffix}").train.tensors[1].tolist() == [1, 0, 1]
 
 
+@pytest.mark.parametrize("target", ["ill", "age"])
+def test_a_null_in_a_parquet_file_changes_no_other_row(table, target):
+    """pandas makes a column of integers one of floats if a value is missing."""
+    facts = {
+        "age": {"kind": "number", "min": 0, "max": 100},
+        "ward": {"kind": "category", "values": [0, 1, 2]},
+        "ill": {"kind": "category", "values": ["0", "1"]},
+    }
+    facts = facts_of(str(written(table, facts)), target, "row")["columns"]
+    some = pd.DataFrame({"age": [30, 40, 50], "ward": [0, 1, 2], "ill": [1, 0, 1]})
+    odd = {"age": [None, 1e308], "ward": [None, 7], "ill": [None, 1]}
+    some.to_parquet("some.parquet")
+    pd.concat([some.astype("Int64"), pd.DataFrame(odd, dtype=object).astype("Float64")]).to_parquet("odd.parquet")
+    left, right = (of(facts, path, target).train.tensors for path in ("some.parquet", "odd.parquet"))
+    assert len(left[0]) == 3 and all(torch.equal(a, b[:3]) for a, b in zip(left, right, strict=True))
+    new = pd.DataFrame({"age": [30.0, None], "ward": [1.0, None], "ill": [True, None]})  # as pandas reads a CSV file
+    assert torch.equal(of(facts, target=target).encode(new[:1]), left[0][:1] * 0 + of(facts, target=target).encode(
+        pd.DataFrame({"age": ["30"], "ward": ["1"], "ill": ["True"]})))  # fmt: skip
+
+
+def written(folder, columns):
+    path = folder / "other.yaml"
+    path.write_text(yaml.safe_dump({"rows": 9, "columns": columns}))
+    return path
+
+
+def test_a_person_is_in_one_part_however_the_name_is_written(table):
+    some = rows(240).assign(name=lambda t: t["name"] + np.where(t.index % 2, "", " "))
+    some.to_csv("train.csv", index=False)
+    data = Table("train.csv", COLUMNS, "ill", "name", test_hash={"column": "name", "fraction": 0.3})
+    parts = [{*pd.concat(data._split("data.path", "train.csv", side))["name"].str.strip()} for side in (True, False)]
+    assert all(parts) and parts[0].isdisjoint(parts[1])
+
+
+@pytest.mark.parametrize("kind", ["int64", "float64", "string"])
+def test_ids_that_are_missing_move_no_other_row_across(table, kind):
+    ids = pd.Series(range(400), dtype="Int64")
+    some = pd.concat([rows(400).assign(name=ids.astype(kind)), rows(1).assign(name=pd.NA)])
+    sides = []
+    for table_ in (some[:400], some):
+        table_.to_parquet("train.parquet")
+        data = Table("train.parquet", COLUMNS, "ill", "row", test_hash={"column": "name", "fraction": 0.3})
+        sides.append(pd.concat(data._split("data.path", "train.parquet", True)).reset_index(drop=True)["age"].tolist())
+    assert sides[0] == sides[1][: len(sides[0])] and 80 < len(sides[0]) < 160
+
+
 def test_a_delimiter_and_a_byte_order_mark_are_recognised(table):
     (table / "semi.csv").write_bytes(b"\xef\xbb\xbf" + rows(9).to_csv(index=False, sep=";").encode())
     assert torch.equal(of(path="semi.csv").train.tensors[0], of().encode(rows(9)))
@@ -142,8 +188,11 @@ def test_a_row_or_a_person_more_moves_the_released_sum_by_at_most_s(table, dpexp
 
 
 def test_a_released_schema_begins_the_ledger_of_each_job_with_it(table, dpexp_job):
-    content = schema(["data.path=train.csv", "epsilon=0.5", "out=mine.yaml"])
+    schema(["data.path=train.csv", "out=mine.yaml"])
+    content = schema(["data.path=train.csv", "data.schema=mine.yaml", "epsilon=0.5"])
     before = read_ledger(table / "mine.ledger.jsonl")
+    with pytest.raises(ConfigError, match="epsilon needs"):
+        schema(["data.path=train.csv", "epsilon=0.5"])
     assert epsilon(before, 1e-6) == pytest.approx(0.5, rel=1e-4) and epsilon(before, 1e-6) <= 0.5
     assert abs(content["rows"] - 240) < 80 and content["columns"]["ill"]["values"] is None
     content["columns"] = COLUMNS | {"age": content["columns"]["age"]}
@@ -220,7 +269,10 @@ WRONG_SCHEMAS = [
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": 2, "max": 1})}, "min=2 and max=1 must be numbers"),
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": "a", "max": 1})}, "must be numbers"),
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": 0, "max": math.inf})}, "must be numbers"),
-    ({"rows": 9, "columns": columns(age={"kind": "integer"})}, "columns.age.kind=integer must be number or category"),
+    (
+        {"rows": 9, "columns": columns(age={"kind": "integer"})},
+        "columns.age.kind=integer must be one of number, category, ignored",
+    ),
     ({"rows": 9, "columns": columns(age=None)}, "columns.age.kind=None"),
     ({"rows": 9, "columns": columns(colour={"kind": "category"})}, "columns.colour.values is empty"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": []})}, "must be different texts"),
@@ -248,8 +300,8 @@ WRONG_TABLES = [
     (LINES.splitlines()[0], "has no row whose ill is one of no, yes"),
     (LINES.replace("age", "years"), "has no column age, which data.schema names; its columns are years"),
     (LINES.replace("ill", "sick"), "has no column ill, which data.target names"),
-    (LINES.replace("name", "age"), "must name each column once, and age occurs twice"),
-    (LINES.replace("name", ""), "a column has no name"),
+    (LINES.replace("name", "age"), "each column must have a name of its own, and age occurs twice"),
+    (LINES.replace("name", ""), "each column must have a name of its own, and one has no name"),
     (LINES.replace("yes", "1").replace("no", "0"), "has no row whose ill is one of no, yes"),
     (LINES.replace("red", "Red").replace("blue", "Blue"), "in no row is colour one of red, blue"),
     (pd.DataFrame(rows(6)).assign(age="1,5").to_csv(index=False), "in no row is age a number, as 1.5"),
@@ -264,9 +316,9 @@ WRONG_TABLES = [
 
 @pytest.mark.parametrize("content, said", WRONG_TABLES, ids=[said for _, said in WRONG_TABLES])
 def test_a_table_that_does_not_fit_its_schema_is_refused(table, content, said):
-    (table / "train.csv").write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(ConfigError, match=r"data\.path=train\.csv") as raised:
-        _ = of().train
+    (table / "test.csv").write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=r"data\.test_path=test\.csv") as raised:
+        _ = of().train_dataloader()
     assert said in str(raised.value)
 
 

@@ -96,7 +96,8 @@ class _Texts(RawData):
 
     def _ids(self, rows: list[dict[str, Any]], length: int | None = None) -> list[list[int]]:
         """The tokens of each row's text, cut at `length`; of a row without a text, none."""
-        texts = [value if isinstance(value := row.get(self._text), str) else "" for row in rows]
+        values = [value if isinstance(value := row.get(self._text), str) else "" for row in rows]
+        texts = [value.encode("utf-8", "replace").decode() for value in values]  # half of a surrogate pair is no text
         encoded = self._tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
         return [ids if text.strip() else [] for ids, text in zip(encoded["input_ids"], texts, strict=True)]
 
@@ -156,7 +157,12 @@ class Documents(_Texts):
         rows = _read("data.path", self._path, self._fields)
         if self._user is None:
             return self._encoded(rows)
-        rows = [row for row, ids in zip(rows, self._ids(rows), strict=True) if ids and row.get(self._user) is not None]
+        rows = [
+            row for row, ids in zip(rows, self._ids(rows), strict=True)
+            if ids and row.get(self._user) is not None and str(row[self._user]).strip()
+        ]  # fmt: skip
+        if not rows:
+            raise ConfigError(f"data.path={self._path} has no record with both {self._text} and {self._user}.")
         data, code = self._encoded(rows), dict[str, int]()
         users = [code.setdefault(str(row[self._user]), len(code)) for row in rows]
         data.user_of = [users[k] for k in self._sources]  # type: ignore[attr-defined]

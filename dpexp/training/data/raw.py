@@ -1,6 +1,7 @@
 """Data whose inputs come as users have them: rows of a table, images, texts."""
 
 import csv
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from dpexp.errors import ConfigError
 from dpexp.training.classifier import scores_of
 
 if TYPE_CHECKING:  # slow to import
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 _BATCH = 1000  # inputs that a model predicts for at once
 _ROWS = 2**18  # read at once
@@ -103,14 +104,20 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
         if file.suffix == ".parquet":
             from pyarrow import parquet
 
-            for batch in parquet.ParquetFile(file).iter_batches(_ROWS):
-                yield batch.to_pandas()
+            source = parquet.ParquetFile(file)
+            _check_names(f"{key}={path}", source.schema_arrow.names)
+            for batch in source.iter_batches(_ROWS):
+                yield pd.DataFrame(
+                    {name: _series(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+                )
             return
-        header = _header(key, file)
-        with pd.read_csv(
-            file, sep=header, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS,
-            encoding="utf-8-sig", index_col=False,
-        ) as parts:  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of single rows
+            parts = pd.read_csv(
+                file, sep=_delimiter(key, file), dtype=str, keep_default_na=False, skipinitialspace=True,
+                chunksize=_ROWS, encoding="utf-8-sig", index_col=False,
+            )  # fmt: skip
+        with parts:
             yield from (part.fillna("") for part in parts)
     except ConfigError:
         raise
@@ -121,18 +128,55 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
         raise ConfigError(f"{key}={path} cannot be read as a table: {reason}.") from error
 
 
-def _header(key: str, file: Path) -> str:
+def _delimiter(key: str, file: Path) -> str:
     """The delimiter of a CSV file, which occurs most often in its header."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
         first = lines.readline().rstrip("\r\n")
     if not first:
         raise ConfigError(f"{key}={file} is empty; its first line must name the columns.")
     delimiter = max(_DELIMITERS, key=first.count)
-    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or "" in names:
-        raise ConfigError(
-            f"{key}={file}: its first line must name each column once, and {twice[0] or 'a name without letters'} "
-            "occurs twice." if twice else f"{key}={file}: a column has no name in the first line."
-        )  # fmt: skip
+    _check_names(f"{key}={file}", [name.strip() for name in next(csv.reader([first], delimiter=delimiter))])
     return delimiter
+
+
+def _check_names(where: str, names: Sequence[str]) -> None:
+    for name in names:
+        if not name or names.count(name) > 1:
+            said = f"{name} occurs twice" if name else "one has no name"
+            raise ConfigError(f"{where}: each column must have a name of its own, and {said}.")
+
+
+def _series(column: Any) -> "Series":
+    """A column of a Parquet file, whose values do not depend on which others are null or cannot be decoded."""
+    from pandas import ArrowDtype, Series
+
+    try:
+        column.validate(full=True)
+        return column.to_pandas(types_mapper=ArrowDtype)
+    except (ValueError, ArithmeticError):
+        values = []
+        for one in column:
+            try:
+                values.append(one.as_py())
+            except ValueError:
+                values.append(None)
+        return Series(values, dtype=object)
+
+
+def texts_of(values: "Series") -> "Series":
+    """Each value as a text without blanks around it; "" if it is missing. A whole number has no decimal point, so that
+    other rows, which may make a column one of floats, do not matter."""
+    from pandas.api.types import is_string_dtype
+
+    if is_string_dtype(values.dtype):
+        return values.fillna("").astype(str).str.strip()
+    return values.astype(object).map(_text).astype(str)
+
+
+def _text(value: Any) -> str:
+    from pandas import NA
+
+    if value is None or value is NA or value != value:
+        return ""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return str(int(value) if is_whole else value).strip()

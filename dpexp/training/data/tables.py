@@ -1,7 +1,7 @@
 """Tables of one's own, in CSV or Parquet, encoded by a schema of public facts.
 
 A row is encoded by itself. A value that is missing, no number, or in no category contributes zeros, and a row without a
-target or a person contributes nothing, so that no refusal depends on the values of a single row.
+target or a person contributes nothing. A file that is no table at all, as by a quote that is never closed, is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData, rows_of
+from dpexp.training.data.raw import RawData, rows_of, texts_of
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
@@ -97,14 +97,15 @@ class Table(RawData):
             y = _encoded(rows[self._target], self._facts)
             known = y.any(1) if self.class_names else y[:, 1] == 0
             if self._person != "row":
-                known &= rows[self._person].str.strip().ne("").to_numpy()
-                people.append(rows.loc[known, self._person].str.strip())
+                person = texts_of(rows[self._person])
+                known &= person.ne("").to_numpy()
+                people.append(person[known])
             rows = rows[known]
             for name, facts in self._columns.items():
                 seen[name] = seen.get(name, False) or facts["kind"] == "ignored" or _has_value(rows[name], facts)
             labels = torch.from_numpy(y[known])
             found.append((self.encode(rows), labels.argmax(1) if self.class_names else labels[:, 0]))
-        self._check_values(key, path, sum(len(y) for _, y in found), seen)
+        self._check_values(key, path, sum(len(y) for _, y in found), seen if in_test is not False else {})
         data = TensorDataset(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         if people:
             from pandas import concat, factorize
@@ -121,7 +122,7 @@ class Table(RawData):
                 column = self._test_hash["column"]
                 if column not in rows:
                     raise ConfigError(f"data.test_hash.column={column} is no column of {path}: {', '.join(rows)}.")
-                hashed = hash_pandas_object(rows[column].astype(object), index=False).to_numpy()
+                hashed = hash_pandas_object(texts_of(rows[column]).astype(object), index=False).to_numpy()
                 rows = rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
             yield rows
 
@@ -151,7 +152,8 @@ def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
     if facts["kind"] == "number":
         x, low, high = numbers_of(values), facts["min"], facts["max"]
         is_missing = ~np.isfinite(x)
-        scaled = np.clip(2 * (x - low) / (high - low) - 1, -1, 1)
+        with np.errstate(all="ignore"):  # of single values
+            scaled = np.clip(2 * (np.clip(x, low, high) - low) / (high - low) - 1, -1, 1)
         return np.stack([np.where(is_missing, 0, scaled), is_missing], 1).astype(np.float32)
     codes = _codes(values, facts)
     return (codes[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
@@ -170,9 +172,9 @@ def numbers_of(values: "Series") -> np.ndarray:
 
 
 def _codes(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
-    from pandas import Categorical
+    from pandas import Index
 
-    return np.asarray(Categorical(values.astype(str).str.strip(), categories=facts["values"]).codes)
+    return Index(facts["values"]).get_indexer(Index(texts_of(values)))
 
 
 def facts_of(schema: str | None, target: str | None, person: str | None) -> dict[str, Any]:
@@ -188,14 +190,8 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
         if value is None:
             raise ConfigError(f"data.{key} must be given: {what}.")
     assert schema and target and person
-    try:
-        content = yaml.safe_load(Path(schema).expanduser().read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
-    columns = content.get("columns") if isinstance(content, dict) else None
-    if not isinstance(columns, dict) or not columns:
-        raise ConfigError(f"data.schema={schema} has no columns; python -m dpexp schema writes one.")
+    content = read_schema(schema)
+    columns = content["columns"]
     for key, name in (("target", target), ("person", person)):
         if name not in columns and not (key == "person" and name == "row"):
             raise ConfigError(f"data.{key}={name} is no column of {schema}; its columns are {', '.join(columns)}.")
@@ -218,10 +214,27 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
     }  # fmt: skip
 
 
-def _check_facts(where: str, facts: Any, is_target: bool) -> None:
-    kind = facts.get("kind") if isinstance(facts, dict) else None
-    if kind not in KINDS or (is_target and kind == "ignored"):
-        raise ConfigError(f"{where}.kind={kind} must be number or category{'' if is_target else ', or ignored'}.")
+def read_schema(schema: str) -> dict[str, Any]:
+    """The content of a schema file, with columns of known kinds."""
+    try:
+        content = yaml.safe_load(Path(schema).expanduser().read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
+    columns = content.get("columns") if isinstance(content, dict) else None
+    if not isinstance(columns, dict) or not columns:
+        raise ConfigError(f"data.schema={schema} has no columns; python -m dpexp schema writes one.")
+    for name, facts in columns.items():
+        kind = facts.get("kind") if isinstance(facts, dict) else None
+        if kind not in KINDS:
+            raise ConfigError(f"{schema}: columns.{name}.kind={kind} must be one of {', '.join(KINDS)}.")
+    return content
+
+
+def _check_facts(where: str, facts: dict[str, Any], is_target: bool) -> None:
+    kind = facts["kind"]
+    if is_target and kind == "ignored":
+        raise ConfigError(f"{where}.kind=ignored must be number or category.")
     for key in KINDS[kind]:
         if facts.get(key) is None:
             raise ConfigError(f"{where}.{key} is empty; fill it in from public knowledge, not from the rows.")
