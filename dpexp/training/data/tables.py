@@ -167,8 +167,11 @@ def _has_value(values: "Series", facts: Mapping[str, Any]) -> bool:
 def numbers_of(values: "Series") -> np.ndarray:
     """float64 [N]; NaN for what is no number."""
     from pandas import to_numeric
+    from pandas.api.types import is_float_dtype, is_integer_dtype
 
-    return to_numeric(values, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    if not (is_integer_dtype(values.dtype) or is_float_dtype(values.dtype)):
+        values = to_numeric(texts_of(values), errors="coerce")
+    return values.to_numpy(np.float64, na_value=np.nan)
 
 
 def _codes(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
