@@ -80,7 +80,9 @@ class Clock(pl.Callback):
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         if self.announced is None:
-            self.announced = any(re.search("slow|is padded|times the gradients", str(w.message)) for w in self._caught)
+            self.announced = any(
+                re.search("slow|is padded|noise of a round take", str(w.message)) for w in self._caught
+            )
 
 
 def seconds_a_step(times: list[float]) -> float:

@@ -79,4 +79,4 @@ def test_the_price_of_a_traced_step_is_told_before_the_first_round(tmp_path):
             assert bool(private.rounds_done) == any("this job's 4 rounds" in str(w.message) for w in told)
             private.step(lambda model, record: model(record[0]).square().sum(), sample)
     (said,) = [str(w.message) for w in told if "this job's 4 rounds" in str(w.message)]
-    assert "times the gradients of a plain step" in said
+    assert "times the gradients of a plain step; for" in said

@@ -175,10 +175,11 @@ def _check_operators(graph: fx.GraphModule, input_specs: Sequence[tuple]) -> Non
             of_weights.add(node)
         elif not of_weights.isdisjoint(node.all_input_nodes):
             of_weights.add(node)
-            if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and (
-                node.target is not torch.ops.aten.index.Tensor
-                or any(_is_mask(one) for one in node.args[1] if one in of_weights)
-            ):
+            if node.target is torch.ops.aten.index.Tensor:
+                selects = any(_is_mask(one) for one in node.args[1] if one in of_weights)
+            else:
+                selects = _name(node.target) in _OF_ANY_SIZE
+            if selects:
                 raise NotTraceable(f"how many entries {node.target} returns may change with the weights")
         if node.op in ("placeholder", "get_attr", "output"):
             continue
@@ -199,6 +200,10 @@ def _is_mask(node: fx.Node) -> bool:
     return name in _OF_MASKS and any(map(_is_mask, node.all_input_nodes))
 
 
+_OF_ANY_SIZE = {
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "repeat_interleave", "bincount",
+}  # fmt: skip
 _COMPARISONS = {
     "gt", "lt", "ge", "le", "eq", "ne", "logical_not", "logical_and", "logical_or", "logical_xor", "isnan", "isinf",
     "isfinite", "signbit",
