@@ -19,7 +19,7 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.table_ranges import TableRanges
 from dpexp.reporting.terminal import console
 from dpexp.reporting.wording import up
-from dpexp.training.data.raw import rows_of
+from dpexp.training.data.raw import rows_of, texts_of
 from dpexp.training.data.tables import KINDS, numbers_of, read_schema
 
 _MARGIN = 1 + 1e-6  # for the accountant's own rounding
@@ -80,7 +80,7 @@ def _write(out: Path, path: str, content: dict[str, Any]) -> dict[str, Any]:
 def _guessed(values: Any) -> dict[str, Any]:
     """A column's kind, from its first rows, with its facts empty."""
     values = values.head(1000)
-    is_number = np.isfinite(numbers_of(values)).sum() > 0.5 * (values.astype(str).str.strip() != "").sum()
+    is_number = np.isfinite(numbers_of(values)).sum() > 0.5 * (texts_of(values) != "").sum()
     is_name = not is_number and len(values) > 20 and values.nunique() > 0.5 * len(values)
     kind = "number" if is_number else "ignored" if is_name else "category"
     return {"kind": kind} | dict.fromkeys(KINDS[kind])
@@ -93,11 +93,12 @@ def _in_the_clear(path: str, person: str, columns: dict[str, Any]) -> dict[str, 
     rows = pd.concat(rows_of("data.path", path))
     for name, facts in columns.items():
         if facts["kind"] == "number":
-            known = numbers_of(rows[name])[np.isfinite(numbers_of(rows[name]))]
+            known = numbers_of(rows[name])
+            known = known[np.isfinite(known)]
             facts["min"], facts["max"] = float(known.min()), float(known.max())
         elif facts["kind"] == "category":
-            facts["values"] = sorted({*rows[name].astype(str).str.strip()} - {""})
-    counted = {} if person == "row" else {"persons": int(rows[person].nunique())}
+            facts["values"] = sorted({*texts_of(rows[name])} - {""})
+    counted = {} if person == "row" else {"persons": len({*texts_of(rows[person])} - {""})}
     console.print("The facts were read from the rows without noise: jobs with this schema are tagged as not private.")
     return {"rows": len(rows), **counted, "unsafe": True}
 

@@ -39,17 +39,16 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
     data.memory.refuse([*module.named_parameters(), *module.named_buffers()])
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     failure = ConfigError("data: the training set has no records.")
-    shapes = rounds.shapes()
+    of_shape = {(one := Chunk.of(loss_of, some.to(device).batch, 1)).key: one for some in rounds.shapes()}
     for example in rounds.examples():
         if isinstance(example, FailedRecord):
             failure = failure if isinstance(failure, NoLoss) else _not_fetched(example.reason)
             continue
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
-        others = {(one := Chunk.of(loss_of, other.to(device).batch, 1)).key: one for other in shapes}
-        others.pop(chunk.key, None)
+        others = [one for key, one in of_shape.items() if key != chunk.key]
         try:
             with DataUnread(data) as seen:
-                step.decide(chunk, later, [*others.values()])
+                step.decide(chunk, later, others)
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
             pairs = _of_pairs(SyntheticRecords(), chunk, module, device, False)
@@ -95,7 +94,11 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
     private = step.graphs.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private
     compared = ""
-    with suppress(Exception), own_randomness(device, key):  # the step may not accept such a batch
+    with (
+        suppress(Exception),
+        own_randomness(device, key),
+        spectral_norms_fixed(module),
+    ):  # the step may not accept such a batch
         plain = seconds(
             lambda: torch.autograd.grad(chunk.loss_of(_as_batch(records)), trained, allow_unused=True), device
         )

@@ -41,10 +41,14 @@ from dpexp.privacy.gradients.torch_functions import (
     BATCH_NORMS,
     EMPTY,
     INDEXED,
+    MEDIANS,
     OPERATORS,
+    WRONG_UNDER_VMAP,
     MixingRefused,
     clamp_indices,
     filled,
+    generator_of,
+    has_padding,
     is_from_torch,
     leaves_of,
     refuse_mixing,
@@ -166,7 +170,7 @@ class Interceptor(MixingRefused):
             return func(x, ..., x.masked_fill(mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim())), value))
         if func in _SHAPED and kwargs.get("output_size") is None and _size_depends_on_data(args, kwargs):
             raise RuntimeError(f"what {func.__name__} returns may be differently shaped for each record.")
-        if _generator(func, args, kwargs) not in (None, torch.default_generator):
+        if generator_of(func, args, kwargs) not in (None, torch.default_generator):
             raise RuntimeError("a generator other than torch's default one draws by a record's place in the chunk.")
         known = _public_name(func)
         offsets = (*args[2:3], kwargs.get("offsets"))[0] if known is F.embedding_bag else None
@@ -187,13 +191,13 @@ class Interceptor(MixingRefused):
             if attended is not None:
                 return attended
         computed = any(map(self._is_computed, (*args, *kwargs.values()))) if known in _EMBEDDINGS else False
-        if computed and _has_padding(known, args, kwargs):
+        if computed and has_padding(known, args, kwargs):
             # vmap's own rule joins the tables of all records, so that padding_idx no longer fits.
             raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
         of_all = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and _takes_gradients(args[0])
         if (
-            known in _WRONG_UNDER_VMAP
-            or (of_all and known in _MEDIANS)
+            known in WRONG_UNDER_VMAP
+            or (of_all and known in MEDIANS)
             or (known is _CHUNKED and kwargs.get("options") is not None)
         ):
             raise RuntimeError(f"PyTorch's vmap gets {known.__name__} wrong.")
@@ -334,21 +338,6 @@ def _public_name(func: Any) -> Any:
     return _EXPORTED.get(without_overload(func), func)
 
 
-# Found by comparing all operators that PyTorch 2.13's own tests list, under vmap and one record at a time.
-_WRONG_UNDER_VMAP = {
-    torch.index_fill,
-    Tensor.index_fill,  # an index that is negative or out of range writes to other records
-    torch.select_scatter,
-    Tensor.select_scatter,
-    torch.as_strided_scatter,
-    Tensor.as_strided_scatter,
-    torch.segment_reduce,  # writes outside of its memory
-    torch.linalg.lstsq,  # one matrix without full rank empties the residuals of all
-    torch.quantize_per_tensor,  # uses the first record's scale for all
-    torch.quantize_per_tensor_dynamic,
-    torch.quantize_per_channel,
-}
-_MEDIANS = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # wrong over all dimensions
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # reads requires_grad inside, which vmap hides
 
 # vmap notices only after the call, and only if the shapes differ.
@@ -392,12 +381,6 @@ def _takes_gradients(tensor: Tensor) -> bool:
     return is_batched(tensor) and unbatched_fully(tensor).requires_grad and tensor.dim() > 0
 
 
-def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """The generator that is passed to a function."""
-    arguments = (*args, *kwargs.values()) if isinstance(func, OPERATORS) else (kwargs.get("generator"),)
-    return next((value for value in arguments if isinstance(value, torch.Generator)), None)
-
-
 _CONSTANTS = {
     torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros,
     Tensor.new_ones, Tensor.new_full,
@@ -406,22 +389,5 @@ _SPECIAL: set[Any] = {
     _DATA, *_OF_STRIDES, *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__,
     *_BACKWARD, *CELLS, Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, torch.tensor, F.ctc_loss,
     F.binary_cross_entropy, *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS,
-    *_WRONG_UNDER_VMAP, *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
+    *WRONG_UNDER_VMAP, *MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip
-
-
-def _has_padding(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an embedding's call sets padding_idx or scale_grad_by_freq."""
-    if func is torch.embedding_bag:
-        return True  # padding_idx has no value that says "none" in all of its forms
-    order = {
-        F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
-        F.embedding_bag: ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode",
-                          "sparse", "per_sample_weights", "include_last_offset", "padding_idx"),
-        torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq"),
-    }.get(func, ())  # fmt: skip
-    passed = dict(zip(order, args, strict=False)) | kwargs
-    if func is torch.embedding and passed.get("padding_idx") == -1:
-        passed["padding_idx"] = None
-    options = (passed.get("padding_idx"), passed.get("scale_grad_by_freq"))
-    return any(option is not None and option is not False for option in options)  # 0 is a padding_idx

@@ -238,3 +238,43 @@ _INDEX_ARGUMENTS: dict[Any, Callable[..., IndexArgument | None]] = {
 }  # fmt: skip
 
 INDEXED = frozenset(_INDEX_ARGUMENTS)
+
+
+# Found by comparing all operators that PyTorch 2.13's own tests list, under vmap and one record at a time.
+WRONG_UNDER_VMAP = {
+    torch.index_fill,
+    Tensor.index_fill,  # an index that is negative or out of range writes to other records
+    torch.select_scatter,
+    Tensor.select_scatter,
+    torch.as_strided_scatter,
+    Tensor.as_strided_scatter,
+    torch.segment_reduce,  # writes outside of its memory
+    torch.linalg.lstsq,  # one matrix without full rank empties the residuals of all
+    torch.quantize_per_tensor,  # uses the first record's scale for all
+    torch.quantize_per_tensor_dynamic,
+    torch.quantize_per_channel,
+}
+MEDIANS = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # wrong over all dimensions
+
+
+def generator_of(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
+    """The generator that is passed to a function."""
+    arguments = (*args, *kwargs.values()) if isinstance(func, OPERATORS) else (kwargs.get("generator"),)
+    return next((value for value in arguments if isinstance(value, torch.Generator)), None)
+
+
+def has_padding(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an embedding's call sets padding_idx or scale_grad_by_freq."""
+    if func is torch.embedding_bag:
+        return True  # padding_idx has no value that says "none" in all of its forms
+    order = {
+        F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
+        F.embedding_bag: ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode",
+                          "sparse", "per_sample_weights", "include_last_offset", "padding_idx"),
+        torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq"),
+    }.get(func, ())  # fmt: skip
+    passed = dict(zip(order, args, strict=False)) | kwargs
+    if func is torch.embedding and passed.get("padding_idx") == -1:
+        passed["padding_idx"] = None
+    options = (passed.get("padding_idx"), passed.get("scale_grad_by_freq"))
+    return any(option is not None and option is not False for option in options)  # 0 is a padding_idx

@@ -7,6 +7,7 @@ refusal depends on a single training record; the test set is public and checked 
 import json
 import re
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -91,8 +92,9 @@ class _Texts(RawData):
         rows = _read("data.test_path", self._test_path, fields, strict=True)
         return self._encoded([row for row in rows if row[self._text].strip()])
 
+    @abstractmethod
     def _encoded(self, rows: list[dict[str, Any]]) -> Tokens:
-        raise NotImplementedError
+        """The examples of these records."""
 
     def _ids(self, rows: list[dict[str, Any]], length: int | None = None) -> list[list[int]]:
         """The tokens of each row's text, cut at `length`; of a row without a text, none."""
