@@ -587,7 +587,7 @@ def without_full_rank(x):
 def test_an_operator_that_vmap_gets_wrong_never_takes_records_together(odd, known, monkeypatch):
     """By its name; and were it not known, by the proof."""
     if not known:
-        monkeypatch.setattr(interception, "_WRONG_UNDER_VMAP", set())
+        monkeypatch.setattr(interception, "WRONG_UNDER_VMAP", set())
     module, loss_of = classifier()
     x, y = rows()
     x[0] *= 50
@@ -620,7 +620,7 @@ def test_what_is_hidden_by_weights_of_zero_is_found():
         return F.cross_entropy(module[1](one[0].float() + gate * module[0](kept.dequantize())), one[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interception, "_WRONG_UNDER_VMAP", set())
+        patch.setattr(interception, "WRONG_UNDER_VMAP", set())
         engine = engine_of(module)
         sums_of(engine, loss_of, (x, y))
     assert engine.mode == "one at a time" and "depends on another record" in engine.reason
@@ -670,7 +670,7 @@ def test_padded_labels_of_ctc_are_no_wrong_ones(padding):
 
 def test_a_pass_that_mixes_records_never_takes_them_together(monkeypatch):
     """As `index_fill` does below zero, were it not known: the proof finds it, and vmap of one record is left."""
-    monkeypatch.setattr(interception, "_WRONG_UNDER_VMAP", interception._WRONG_UNDER_VMAP - {torch.index_fill})
+    monkeypatch.setattr(interception, "WRONG_UNDER_VMAP", interception.WRONG_UNDER_VMAP - {torch.index_fill})
     module, loss_of = classifier()
     x, y = rows()
     index = torch.full((N, 1, 1), 2)
