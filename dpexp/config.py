@@ -207,6 +207,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("class_names", _class_names, replace=True)
     OmegaConf.register_new_resolver("class_count", _class_count, replace=True)
     OmegaConf.register_new_resolver("batch_size_for", _batch_size_for, replace=True)
+    OmegaConf.register_new_resolver("image_shape", _image_shape, replace=True)
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 
 
@@ -257,9 +258,15 @@ def _class_count(names: Any) -> int:
     return len(names)
 
 
-def _batch_size_for(n: int) -> int:
-    """The power of two nearest to 8√n, and at most n/2: how many of n records a sample has by default."""
-    return max(1, min(2 ** round(math.log2(8 * math.sqrt(max(n, 1)))), n // 2))
+def _batch_size_for(n: int, users: int | None, unit: Any) -> float:
+    """The default number of examples in a sample: those of a quarter of the privacy units, and of at most 512."""
+    units = users if unit.kind == "user" and users else n / (unit.size or 1)
+    return max(1, min(512, units // 4)) * n / max(units, 1)
+
+
+def _image_shape(n: int) -> list[int]:
+    """The default shape of images: that of a small model, where few records leave much noise for each weight."""
+    return [3, 32, 32] if n >= 10_000 else [3, 8, 8]
 
 
 def refusal_of_resolver(error: Exception) -> str:

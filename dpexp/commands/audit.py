@@ -11,7 +11,7 @@ from dpexp._lightning_compat import pl
 from dpexp.accounting.auditing import Audit, level_of_checks
 from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.build import accountants, add_scheduler, make, module_of
+from dpexp.commands.build import accountants, add_optimizer, make, module_of
 from dpexp.commands.trainer import callback_for, trainer_for
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.callback import PrivacyCallback
@@ -63,13 +63,13 @@ def _train_with_canaries(
     data = make("data.module", cfg.data.module)
     canaries = Canaries(module, plan, cfg.audit.num_canaries, coins, reader)
     canaries.put_into(data)
-    add_scheduler(cfg, module, plan.rounds)
+    add_optimizer(cfg, module, plan)
     privacy = callback_for(cfg, canaries.plan, ledger)
     trainer = _silent_trainer(cfg, canaries.plan, privacy, ledger.parent)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.insert(callbacks.index(privacy) + 1, canaries)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "data.*the training set holds.*")  # because of the canaries
+        warnings.filterwarnings("ignore", "data.*(the training set holds|is not used).*")  # because of the canaries
         trainer.fit(module, datamodule=data)
     return canaries
 

@@ -34,7 +34,7 @@ from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, 
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.table_ranges import TableRanges
-from dpexp.training.classifier import Classifier
+from dpexp.training.classifier import Classifier, default_learning_rate
 from dpexp.training.language import LanguageModel, is_causal
 from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
 
@@ -158,21 +158,25 @@ def rounds_of(cfg: DictConfig) -> int:
     return sampling_of(cfg).resolve(cfg.data.n)[1]
 
 
-def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
-    """Sets the batch size of a data module for a training without privacy, whose loader draws the samples."""
-    if hasattr(data, "batch_size"):
-        policy, _ = sampling_of(cfg).resolve(cfg.data.n)
-        data.batch_size = max(1, round(policy.q * cfg.data.n))
+def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:
+    """Sets the batch size of dpexp's own data modules; without privacy, where the loader draws the samples, of any."""
+    is_own = cfg.data.module._target_.startswith("dpexp.") and "batch_size" not in cfg.data.module
+    if hasattr(data, "batch_size") and (plan is None or is_own):
+        records = plan.sampling.q * plan.n if plan else sampling_of(cfg).resolve(cfg.data.n)[0].q * cfg.data.n
+        data.batch_size = max(1, round(records))
 
 
-def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> None:
-    """Adds the configured learning rate schedule to a classifier, once the number of rounds is known."""
-    cfg.rounds = rounds
+def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> None:
+    """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known."""
+    cfg.rounds = plan.rounds if plan else rounds_of(cfg)
     if not isinstance(module, Classifier):
         chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
         if chosen:
             raise ConfigError(f"{chosen[0]} would be ignored: {type(module).__name__} configures its own.")
         return
+    if cfg.optimizer.get("lr") == AUTO:
+        cfg.optimizer.lr = default_learning_rate(cfg.optimizer, cfg.rounds, plan.gradient_norm if plan else 1.0)
+    module.optimizer = make("optimizer", cfg.optimizer, _partial_=True)
     if cfg.scheduler:
         module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
     try:

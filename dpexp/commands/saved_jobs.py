@@ -28,7 +28,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
-from dpexp.reporting.terminal import console, print_metrics
+from dpexp.reporting.terminal import console, print_metrics, print_tested
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.raw import RawData
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_to_temporary_file, save_weights
@@ -161,10 +161,12 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
         trainer = _trainer_of(cfg)
         module = _restored(cfg, folder, trainer)
     try:
-        found = trainer.test(module, datamodule=make("data.module", cfg.data.module), verbose=False)
+        data = make("data.module", cfg.data.module)
+        found = trainer.test(module, datamodule=data, verbose=False)
     except MisconfigurationException as error:
         raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
     metrics = {name: value for part in found for name, value in part.items()}
+    print_tested(metrics, getattr(data, "class_names", None))
     print_metrics(metrics)
     return metrics
 

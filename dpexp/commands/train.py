@@ -21,7 +21,7 @@ from dpexp.commands import processes, sweep
 from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
     accountants,
-    add_scheduler,
+    add_optimizer,
     joint_note,
     make,
     module_of,
@@ -208,7 +208,8 @@ def _make_job(
     if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
-    add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
+    set_batch_size(cfg, data, plan)
+    add_optimizer(cfg, module, plan)
     privacy = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, privacy, output)
     check_objective(cfg, module, trainer)
@@ -270,8 +271,6 @@ def _train(
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
-    if plan is None:
-        set_batch_size(cfg, data)
     started = time.monotonic()
     mark: AbstractContextManager[None] = nullcontext()
     if cfg.data.id is not None and privacy is not None:
@@ -296,6 +295,8 @@ def _train(
         result["all_runs"] = together
     if privacy and privacy.compiling:
         result["step"] = privacy.compiling
+    if class_names := getattr(data, "class_names", None):
+        result["class_names"] = [*map(str, class_names)]
     result |= released_values(module, privacy, output)
     try:
         about = save_model(cfg, plan, module, data, result, output, tracked.run_id if tracked else None, metadata)

@@ -7,6 +7,7 @@ from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.terminal import before_training, neighbours
 from dpexp.reporting.wording import gaussian, max_tpr, up
+from dpexp.training.classifier import MAJORITY, RECALL
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
@@ -37,8 +38,10 @@ def card(
         before: what earlier trainings on the same records spent, from whose weights this one began.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
-    if "test_accuracy" in result.get("metrics", {}):  # the line that MLflow shows without a click
-        lines += [f"**Test accuracy {_measured('accuracy', result['metrics']['test_accuracy'])}**  "]
+    metrics = result.get("metrics", {})
+    if "test_accuracy" in metrics:  # the line that MLflow shows without a click
+        always = f", always the most frequent class {metrics[MAJORITY]:.2%}" if MAJORITY in metrics else ""
+        lines += [f"**Test accuracy {metrics['test_accuracy']:.2%}**{always}  "]
     if plan is None:
         lines += ["**Not private**: trained without noise, as a baseline for private models.", ""]
     elif not result["private"]:
@@ -48,10 +51,9 @@ def card(
         spent = next(iter(result["epsilon"].values()))
         together = f" All runs: {result['all_runs']}." if "all_runs" in result else ""
         lines += [f"**ε = {up(spent, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.{together}", ""]
-    metrics = result.get("metrics", {})
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]
-        lines += [f"| {name} | {_measured(name, metrics[name])} |" for name in sorted(metrics)]
+        lines += [f"| {_named(name, result)} | {_measured(name, metrics[name])} |" for name in sorted(metrics)]
         lines.append("")
     if plan is not None and "epsilon" in result:
         lines += _guarantee(names, result, plan)
@@ -105,6 +107,12 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         _NOT_COVERED, "",
     ]  # fmt: skip
     return lines
+
+
+def _named(name: str, result: Mapping[str, Any]) -> str:
+    """A metric's name; of a recall, with the name of its class."""
+    classes = result.get("class_names")
+    return f"{name} ({classes[int(name.removeprefix(RECALL))]})" if classes and name.startswith(RECALL) else name
 
 
 def _measured(name: str, value: float) -> str:

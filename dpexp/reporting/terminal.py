@@ -5,13 +5,13 @@ import json
 import math
 import resource
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,9 +28,11 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.reporting.wording import in_words, up
+from dpexp.training.classifier import BALANCED, MAJORITY, RECALL, default_learning_rate
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
+_MAX_RECALLS = 5  # classes
 
 
 def neighbours(adjacency: str, unit: str = "record") -> str:
@@ -63,6 +65,8 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> Non
         solved = plan.calibration
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
         console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}")
+    if defaults := [*_defaults(cfg, plan)]:
+        _print(f"Defaults that follow the plan: {'; '.join(defaults)}")
     for event in plan.preprocessing:
         _print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}")
     console.print(plan_table(plan))
@@ -81,6 +85,17 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> Non
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
+
+
+def _defaults(cfg: DictConfig, plan: PrivacyPlan) -> Iterator[str]:
+    """The values that no one has given, and the rule that each follows."""
+    if cfg.sampling.expected_batch_size and OmegaConf.is_interpolation(cfg.sampling, "expected_batch_size"):
+        yield (
+            f"sampling.expected_batch_size={cfg.sampling.expected_batch_size:.5g}, from a quarter of the "
+            f"{plan.privacy_unit.plural}, at most 512"
+        )
+    if cfg.rounds and cfg.optimizer.get("lr") == default_learning_rate(cfg.optimizer, cfg.rounds, plan.gradient_norm):
+        yield f"optimizer.lr={cfg.optimizer.lr:.3g}, from the number of rounds, the noise and the number of weights"
 
 
 def print_check(step: str, seconds: float, rounds: int) -> None:
@@ -276,11 +291,8 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None
     Args:
         runs: the address of the list of runs.
     """
-    metrics = result["metrics"]
-    if "test_accuracy" in metrics:
-        console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
-    elif "test_perplexity" in metrics:
-        console.print(f"[bold]Test perplexity {metrics['test_perplexity']:.4g}[/] after {result['seconds']:.0f} s")
+    if result["metrics"]:
+        print_tested(result["metrics"], result.get("class_names"), f" after {result['seconds']:.0f} s")
     if result.get("released"):
         values = [
             f"{escape(name)} {one['estimate']:.4g}" + (f" ± {one['sd']:.2g}" if one["sd"] else "")
@@ -300,6 +312,37 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None
     _print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}")
     if runs is not None:
         _print(f"Compare runs: {runs}")
+
+
+def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, after: str = "") -> None:
+    """Prints what the test set shows, and what always giving its most frequent class would reach."""
+    if "test_accuracy" in metrics:
+        accuracy, majority = metrics["test_accuracy"], metrics.get(MAJORITY)
+        beside = "" if majority is None else f"; always its most frequent class: {majority:.2%}"
+        _print(f"[bold]Test accuracy {accuracy:.2%}[/]{after}{beside}")
+        if majority is None:
+            return
+        of_classes = _recalls(metrics, class_names)
+        _print(f"Balanced accuracy {metrics[BALANCED]:.2%}, AUC {metrics['test_auc']:.3f}{of_classes}")
+        if accuracy <= majority:
+            _print(
+                "[bold red]The model is no better than always giving the most frequent class.[/] More records, a "
+                "larger privacy.epsilon or a model with fewer weights would help; if classes are rare, "
+                "data.class_weights."
+            )
+    elif "test_perplexity" in metrics:
+        _print(f"[bold]Test perplexity {metrics['test_perplexity']:.4g}[/]{after}")
+    elif "test_r2" in metrics:
+        _print(f"[bold]Test R² {metrics['test_r2']:.3f}[/]{after}; always the mean of its targets: 0")
+
+
+def _recalls(metrics: dict[str, float], class_names: Sequence[str] | None) -> str:
+    """The recall of each class; of many, the lowest."""
+    recalls = {int(name.removeprefix(RECALL)): value for name, value in metrics.items() if name.startswith(RECALL)}
+    lowest = sorted(recalls, key=recalls.__getitem__)[:_MAX_RECALLS]
+    few = len(lowest) == len(recalls)
+    shown = [f"{class_names[k] if class_names else k} {recalls[k]:.1%}" for k in (sorted(lowest) if few else lowest)]
+    return f"; {'recall' if few else 'lowest recall'}: {escape(', '.join(shown))}" if shown else ""
 
 
 def print_audit(audit: Audit) -> None:

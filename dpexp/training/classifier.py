@@ -1,5 +1,6 @@
 """A LightningModule for classifiers, and augmentation: several random views of each record."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,13 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torchmetrics.functional import r2_score
-from torchmetrics.functional.classification import multiclass_auroc, multiclass_calibration_error, multiclass_f1_score
+from torchmetrics.functional.classification import (
+    multiclass_auroc,
+    multiclass_calibration_error,
+    multiclass_f1_score,
+    multiclass_recall,
+)
 
 import dpexp
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError, RecordError
 
 Augment = Callable[[Tensor], Tensor]
+MAJORITY, BALANCED, RECALL = "test_majority_accuracy", "test_balanced_accuracy", "test_recall_"  # RECALL: of class k
+_MAX_RECALLS = 20  # classes
+_SGD_DISTANCE, _ADAM_DISTANCE = 20.0, 0.28  # D and A: the best of five tasks at ε = 0.5 to 8 and T = 12 to 1 130
 
 
 def views(batch: Any, augment: Augment, multiplicity: int = 1) -> Any:
@@ -93,6 +102,7 @@ class Classifier(pl.LightningModule):
     METRICS: tuple[str, ...] = (
         "test_loss",
         "test_accuracy",
+        BALANCED,
         "test_auc",
         "test_f1",
         "test_calibration_error",
@@ -110,7 +120,7 @@ class Classifier(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.scheduler = scheduler
         self.augment = augment
         self.multiplicity = multiplicity
@@ -172,11 +182,29 @@ class Classifier(pl.LightningModule):
         self._tested = []
 
     def configure_optimizers(self) -> Any:
-        optimizer = self._optimizer(self.parameters())
+        optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer
         scheduler = {"scheduler": self.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def default_learning_rate(optimizer: Mapping[str, Any], rounds: int, gradient_norm: float) -> float:
+    """What `optimizer.lr: auto` means.
+
+    SGD: (1 - momentum) D/(G √T), the step of SGD for gradients of norm at most G, with noise (Bassily et al. 2014,
+    arXiv 1405.7085, algorithm 1). Adam, whose steps are no longer where there is more noise: A/√T.
+
+    Args:
+        optimizer: the section of the configuration; rounds: T; gradient_norm: G.
+    """
+    if optimizer["_target_"] == "torch.optim.SGD":
+        return (1 - optimizer.get("momentum", 0)) * _SGD_DISTANCE / (gradient_norm * math.sqrt(rounds))
+    if optimizer["_target_"] == "torch.optim.Adam":
+        return _ADAM_DISTANCE / math.sqrt(rounds)
+    raise ConfigError(
+        f"optimizer.lr=auto is for torch.optim.SGD and torch.optim.Adam; give {optimizer['_target_']} a number."
+    )
 
 
 def _weighted_loss(scores: Tensor | None, y: Tensor, weights: Tensor) -> Tensor:
@@ -198,16 +226,23 @@ def _labels(batch: Any) -> Tensor:
 def _metrics_of_all(scores: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Metrics of a test set that are no mean over its records; of AUC and F1, the mean over the classes.
 
-    The calibration error compares confidence and accuracy in 15 bins (Naeini et al. 2015).
+    The majority accuracy is that of always giving the test set's most frequent class; the balanced accuracy is the mean
+    recall of the classes that the test set has. The calibration error compares confidence and accuracy in 15 bins
+    (Naeini et al. 2015).
     """
     if y.is_floating_point() and scores.shape == y.shape and len(y) > 1:
         return {"test_r2": r2_score(scores, y)}
     if y.dim() != 1 or y.is_floating_point() or scores.dim() != 2 or scores.shape[1] < 2 or len(y.unique()) < 2:
         return {}
     p, classes = scores.softmax(1), scores.shape[1]
+    counts = y.bincount(minlength=classes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes that the test set lacks
-        return {
+        recall = multiclass_recall(p, y, classes, average="none")
+        recalls = {f"{RECALL}{k}": recall[k] for k in range(classes) if counts[k]} if classes <= _MAX_RECALLS else {}
+        return recalls | {
+            MAJORITY: counts.max() / len(y),
+            BALANCED: recall[counts > 0].mean(),
             "test_auc": multiclass_auroc(p, y, classes),
             "test_f1": multiclass_f1_score(p, y, classes, average="macro"),
             "test_calibration_error": multiclass_calibration_error(p, y, classes, n_bins=15),

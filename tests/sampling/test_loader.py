@@ -1,14 +1,18 @@
 """A record that cannot be delivered contributes nothing, and ends nothing; what a data set does reaches no step."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
 import torch
+from plans import plan_of
 from test_isolation import Items, Model, S, rows, trained
 from torch.utils.data import DataLoader, Dataset
 
+from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.sampling.batches import FailedRecord, SingleCollation
+from dpexp.privacy.sampling.loader import RoundLoader
 
 
 class Speechless(Exception):
@@ -133,3 +137,13 @@ def test_seeds_of_a_data_set_reach_no_step(tmp_path, kind):
         (released,), _ = trained(tmp_path, module, DataLoader(Seeding(), 2), callback={"max_physical_batch_size": 8})
         found.append(released)
     assert not torch.allclose(*found, atol=1e-4)
+
+
+@pytest.mark.parametrize("q, batch_size, said", [(0.5, 32, True), (0.4, 4, False), (0.5, 1, False)])
+def test_a_loaders_batch_size_that_is_not_used_is_said_in_one_line(q, batch_size, said):
+    plan = plan_of(torch.nn.Linear(2, 1), n=10, q=q, steps=1, noise_multiplier=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        RoundLoader(DataLoader(rows(10), batch_size), plan, 8, KeyStream(), KeyStream())
+    found = [str(one.message) for one in caught if "batch_size" in str(one.message)]
+    assert len(found) == said and all("batch_size=32 is not used; a round's sample has about 5" in one for one in found)

@@ -98,6 +98,18 @@ class PrivacyPlan:
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
 
     @property
+    def gradient_norm(self) -> float:
+        """A bound on the root mean square of the norm of a round's noisy average gradient: the square root of
+        Σ_g (S_g max α_j)² + Σ_j d_j (α_j σ̃_g/(qn))²."""
+        square = 0.0
+        for group in self.groups:
+            if not group.is_metric:
+                noise = group.sigma / (self.sampling.q * self.n)
+                square += (group.S * max(group.alphas)) ** 2
+                square += sum(v.d * (alpha * noise) ** 2 for v, alpha in zip(group.vectors, group.alphas, strict=True))
+        return math.sqrt(square)
+
+    @property
     def bands(self) -> tuple[float, ...]:
         """c of the gradients' noise."""
         return max((group.bands for group in self.groups), key=len)

@@ -254,6 +254,12 @@ class RoundLoader:
                 f"a round's sum is divided by q·n, so the average is {size / plan.n:.2g} times as long as intended; "
                 f"(ε, δ) holds nevertheless. Set {key} to a published number near it."
             )
+        expected = max(1, round(plan.sampling.q * plan.n))
+        if loader.batch_size not in (1, expected):
+            warnings.warn(
+                f"data: the training loader's batch_size={loader.batch_size} is not used; a round's sample has about "
+                f"{expected} {units_name}, as sampling.expected_batch_size or sampling.sampling_rate says"
+            )
         processes = processes or Processes()
         self.digest = 0 if processes.is_single else digest_of_records(dataset, units)
         self.sampler = RoundSampler(

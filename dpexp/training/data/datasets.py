@@ -34,8 +34,10 @@ class TensorData(pl.LightningDataModule):
     """Training and test sets of (x [N, ...], y [N]).
 
     `batch_size` and `num_workers` are those of the training loader, for non-private training; private training draws
-    its own samples.
+    its own samples. `class_names`: of the classes, in order, if they have names.
     """
+
+    class_names: ClassVar[Sequence[str] | None] = None
 
     def __init__(
         self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], batch_size: int = 256, num_workers: int = 0
@@ -116,6 +118,7 @@ class Mnist(_IdxImages):
 
 class FashionMnist(_IdxImages):
     __doc__ = _IdxImages.__doc__
+    class_names = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
     mirror = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
     md5: ClassVar = {
         "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -143,6 +146,7 @@ class Cifar10(TensorData):
     If `root` has no folder `cifar-10-batches-bin`, the standard archive is unpacked there.
     """
 
+    class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     url = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
     md5 = "c32a1d4ab5d03f1284b67883e8d87530"
 
@@ -208,6 +212,8 @@ class Adult(TensorData):
 
     Numeric columns are divided by constants. Categorical ones are encoded one-hot, as zeros where the value is missing.
     """
+
+    class_names = ("<=50K", ">50K")
 
     def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0) -> None:
         train, test = (read_adult(standard_file(root, _ADULT + name, md5)) for name, md5 in _ADULT_MD5.items())

@@ -1,0 +1,93 @@
+"""What the test set shows of a classifier, and the defaults that follow the number of records and the plan."""
+
+import math
+
+import pytest
+import torch
+from plans import plan_of
+from sklearn.metrics import balanced_accuracy_score, recall_score
+from torch import nn
+
+from dpexp import compose, plan
+from dpexp.commands.build import add_optimizer
+from dpexp.errors import ConfigError
+from dpexp.reporting.terminal import print_tested
+from dpexp.training.classifier import BALANCED, MAJORITY, RECALL, Classifier, _metrics_of_all, default_learning_rate
+
+SGD = {"_target_": "torch.optim.SGD", "momentum": 0.9}
+
+
+def skewed(classes, share, right=0.0, count=1000):
+    """Scores and labels of a test set with a `share` of the last class, of which a part is recognized."""
+    y = (torch.arange(count) < share * count).long() * (classes - 1)
+    given = torch.where(torch.arange(count) < right * share * count, y, torch.zeros_like(y))
+    return torch.eye(classes)[given] + 1e-3 * torch.rand(count, classes, generator=torch.manual_seed(0)), y
+
+
+@pytest.mark.parametrize("classes, share, right", [(2, 0.09, 0.0), (2, 0.09, 0.5), (2, 0.6, 0.2), (4, 0.3, 1.0)])
+def test_recall_by_class_balanced_accuracy_and_the_majoritys_share_are_those_of_scikit_learn(classes, share, right):
+    scores, y = skewed(classes, share, right)
+    found = {name: float(value) for name, value in _metrics_of_all(scores, y).items()}
+    assert found[MAJORITY] == pytest.approx(max(share, 1 - share))
+    assert found[BALANCED] == pytest.approx(balanced_accuracy_score(y, scores.argmax(1)))
+    present = sorted({*y.tolist()})
+    recalls = recall_score(y, scores.argmax(1), labels=present, average=None)
+    assert {k: found[f"{RECALL}{k}"] for k in present} == pytest.approx(dict(zip(present, recalls, strict=True)))
+    assert f"{RECALL}1" not in found or classes == 2  # a class that the test set lacks
+
+
+@pytest.mark.parametrize("right, warned", [(0.0, True), (0.5, False)])
+def test_a_model_that_is_no_better_than_the_majority_is_said_to_be(right, warned, capsys):
+    scores, y = skewed(2, 0.09, right)
+    metrics = {name: float(value) for name, value in _metrics_of_all(scores, y).items()}
+    print_tested(metrics | {"test_accuracy": float((scores.argmax(1) == y).float().mean())}, ["no", "yes"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "always its most frequent class: 91.00%" in printed and f"yes {right:.1%}" in printed
+    assert ("no better than always giving the most frequent class" in printed) == warned
+
+
+def test_of_many_classes_the_lowest_recalls_are_printed_and_of_a_regression_r2(capsys):
+    metrics = {f"{RECALL}{k}": k / 10 for k in range(10)} | {MAJORITY: 0.1, BALANCED: 0.45, "test_auc": 0.9}
+    print_tested(metrics | {"test_accuracy": 0.5}, None)
+    assert "lowest recall: 0 0.0%, 1 10.0%, 2 20.0%, 3 30.0%, 4 40.0%\n" in capsys.readouterr().out
+    print_tested({"test_r2": 0.25}, None)
+    assert "Test R² 0.250; always the mean of its targets: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overrides, size", [
+    (["data.n=1437"], 359), (["data=mnist"], 512), (["data.n=300"], 75), (["data.n=3"], 1),
+    (["data.n=300", "sampling=shuffle"], 75), (["data.n=1200", "privacy_unit=microbatch", "privacy_unit.size=4"], 300),
+    (["data=mnist", "privacy_unit=user", "data.users=100"], 15_000),
+])  # fmt: skip
+def test_the_default_batch_is_a_quarter_of_the_units_and_at_most_512(overrides, size):
+    cfg = compose(*overrides)
+    assert cfg.sampling.expected_batch_size == pytest.approx(size)
+    assert compose(*overrides, "sampling.sampling_rate=0.1").sampling.expected_batch_size is None
+
+
+def test_the_default_learning_rate_is_that_of_noisy_sgd():
+    model = nn.Linear(9, 10)
+    small, noisy = (plan_of(model, n=1000, q=0.1, steps=25, noise_multiplier=z) for z in (1e-6, 50.0))
+    assert small.gradient_norm == pytest.approx(1.0)  # S
+    assert noisy.gradient_norm == pytest.approx(math.sqrt(1 + 100 * (50.0 / 100) ** 2))
+    assert default_learning_rate(SGD, 25, small.gradient_norm) == pytest.approx(0.1 * 20 / 5)
+    assert default_learning_rate(SGD | {"momentum": 0.0}, 100, noisy.gradient_norm) == pytest.approx(2 / math.sqrt(26))
+    assert default_learning_rate({"_target_": "torch.optim.Adam"}, 100, 1.0) == pytest.approx(0.028)
+    with pytest.raises(ConfigError, match=r"optimizer.lr=auto is for .* give torch.optim.RMSprop a number"):
+        default_learning_rate({"_target_": "torch.optim.RMSprop"}, 1, 1.0)
+
+
+@pytest.mark.parametrize("groups", [["group=flat"], ["group=conv_fc", "mechanism=joint"], ["group=per_layer"]])
+def test_grouping_changes_the_gradient_norm_by_its_noise_alone(groups):
+    """S* is the same total for each grouping; at the same z, more groups have more noise."""
+    made = plan(compose(*groups, "privacy.noise_multiplier=1e-6"))
+    assert made.gradient_norm == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
+    cfg = compose("sampling.epochs=400", "privacy.noise_multiplier=10")
+    module = Classifier(nn.Linear(3, 2), torch.optim.SGD)
+    made = plan(cfg)
+    add_optimizer(cfg, module, made)
+    (group,) = module.configure_optimizers().param_groups
+    assert group["lr"] == cfg.optimizer.lr == default_learning_rate(SGD, made.rounds, made.gradient_norm)
