@@ -25,8 +25,6 @@ from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.normalization import PrivateBatchNorm
-from dpexp.privacy.plan.allocation import Explicit
-from dpexp.privacy.plan.clipping import Joint, same_as_separate
 from dpexp.privacy.plan.make import Clipping, make_plan
 from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -34,7 +32,7 @@ from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, 
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.table_ranges import TableRanges
-from dpexp.training.classifier import Classifier, default_learning_rate
+from dpexp.training.classifier import Classifier, noisy_learning_rate
 from dpexp.training.language import LanguageModel, is_causal
 from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
 
@@ -86,24 +84,6 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
         adjacency=cfg.privacy.adjacency,
         calibrate=calibrate,
     )
-
-
-def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
-    """A sentence that `mechanism=joint` makes no difference here, and which options would; "" if it makes one."""
-    if plan is None:
-        return ""
-    mechanism, clip_norm, allocation = (make(name, cfg[name]) for name in ("mechanism", "clip_norm", "allocation"))
-    if not isinstance(mechanism, Joint) or not same_as_separate(plan, clip_norm, isinstance(allocation, Explicit)):
-        return ""
-    same = "mechanism=joint equals mechanism=separate here"
-    groups = [group.vectors for group in plan.groups if not group.is_metric]
-    if all(len(vectors) == 1 for vectors in groups):
-        return (
-            f"{same}, since each group is one vector; with several, clip_norm=dimension or clip_norm=adaptive differ."
-        )
-    options = ["clip_norm=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
-    options = [*options, "clip_norm=adaptive"] if mechanism.alpha is None else ["a list of scales in mechanism.alpha"]
-    return f"{same}, since the scales α of a group are equal; {' or '.join(options)} would make a difference."
 
 
 def _batchnorm(cfg: DictConfig) -> Any:
@@ -174,9 +154,7 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
         if chosen:
             raise ConfigError(f"{chosen[0]} would be ignored: {type(module).__name__} configures its own.")
         return
-    if cfg.optimizer.get("lr") == AUTO:
-        cfg.optimizer.lr = default_learning_rate(cfg.optimizer, cfg.rounds, plan.gradient_norm if plan else 1.0)
-    module.optimizer = make("optimizer", cfg.optimizer, _partial_=True)
+    module.optimizer = make("optimizer", {**cfg.optimizer} | default_learning_rate(cfg, plan), _partial_=True)
     if cfg.scheduler:
         module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
     try:
@@ -185,6 +163,14 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
         sections = {section: {**cfg[section]} for section in ("optimizer", "scheduler") if cfg[section]}
         values = [f"{section}.{key}={value}" for section, node in sections.items() for key, value in node.items()]
         raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(values)}: {error}.") from error
+
+
+def default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, float]:
+    """{"lr": what optimizer.lr=auto means for the plan}; {} if the learning rate is given."""
+    if cfg.optimizer.get("lr") != AUTO:
+        return {}
+    norm = plan.gradient_norm if plan else 1.0
+    return {"lr": noisy_learning_rate(cfg.optimizer, plan.rounds if plan else rounds_of(cfg), norm)}
 
 
 def silence_lightning() -> None:

@@ -22,7 +22,7 @@ from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
     accountants,
     add_optimizer,
-    joint_note,
+    default_learning_rate,
     make,
     module_of,
     plan_for,
@@ -46,12 +46,15 @@ from dpexp.commands.saved_jobs import (
 from dpexp.commands.trainer import callback_for, sentence, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
+from dpexp.privacy.plan.allocation import Explicit
+from dpexp.privacy.plan.clipping import Joint, same_as_separate
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
 from dpexp.tracking.job_folder import training_marker
 from dpexp.tracking.provenance import without_passwords
 from dpexp.training.callbacks import Stop
+from dpexp.training.classifier import Classifier
 from dpexp.training.pretrained import reserve_disk_space
 
 if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking does not wait for it
@@ -124,7 +127,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     plan = job.plan
     others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
     if trial is None:
-        terminal.print_plan(cfg, plan, joint_note(cfg, plan))
+        terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan), joint_note(cfg, plan)])
         if plan and (together := with_earlier(others, plan.ledger(), cfg.privacy.delta)):
             terminal.console.print(f"After this job, {together}.")
         terminal.print_trained_parameters(job.module)
@@ -172,7 +175,8 @@ def _check(cfg: DictConfig) -> None:
     with TemporaryDirectory() as folder:
         job = _make_job(cfg, Path(folder), plan_for)
         assert job.plan and job.privacy
-        terminal.print_plan(cfg, job.plan, joint_note(cfg, job.plan))
+        notes = [defaults_note(cfg, job.module, job.plan), joint_note(cfg, job.plan)]
+        terminal.print_plan(cfg, job.plan, notes)
         terminal.print_trained_parameters(job.module)
         job.privacy.dry_run_only = True
         try:
@@ -184,6 +188,35 @@ def _check(cfg: DictConfig) -> None:
 def _write(result: dict[str, Any], output: Path) -> None:
     with suppress(OSError) if "weights" in result else nullcontext():
         (output / "result.json").write_text(json.dumps(result, indent=2))
+
+
+def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> str:
+    """A sentence with the values that follow from others, since no one has given them; "" if there are none."""
+    chosen = []
+    if plan and OmegaConf.is_interpolation(cfg.sampling, "expected_batch_size") and cfg.sampling.expected_batch_size:
+        size = f"{cfg.sampling.expected_batch_size:.5g}"
+        chosen.append(f"sampling.expected_batch_size={size}, of a quarter of n and at most 512 records")
+    if isinstance(module, Classifier) and (found := default_learning_rate(cfg, plan)):
+        chosen.append(f"optimizer.lr={found['lr']:.3g}, from the rounds, the noise and the number of weights")
+    return f"By default: {'; '.join(chosen)}." if chosen else ""
+
+
+def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
+    """A sentence that `mechanism=joint` makes no difference here, and which options would; "" if it makes one."""
+    if plan is None:
+        return ""
+    mechanism, clip_norm, allocation = (make(name, cfg[name]) for name in ("mechanism", "clip_norm", "allocation"))
+    if not isinstance(mechanism, Joint) or not same_as_separate(plan, clip_norm, isinstance(allocation, Explicit)):
+        return ""
+    same = "mechanism=joint equals mechanism=separate here"
+    groups = [group.vectors for group in plan.groups if not group.is_metric]
+    if all(len(vectors) == 1 for vectors in groups):
+        return (
+            f"{same}, since each group is one vector; with several, clip_norm=dimension or clip_norm=adaptive differ."
+        )
+    options = ["clip_norm=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
+    options = [*options, "clip_norm=adaptive"] if mechanism.alpha is None else ["a list of scales in mechanism.alpha"]
+    return f"{same}, since the scales α of a group are equal; {' or '.join(options)} would make a difference."
 
 
 class _Job(NamedTuple):
@@ -295,6 +328,8 @@ def _train(
         result["all_runs"] = together
     if privacy and privacy.compiling:
         result["step"] = privacy.compiling
+    if isinstance(module, Classifier) and (found := default_learning_rate(cfg, plan)):
+        result["learning_rate"] = found["lr"]
     if class_names := getattr(data, "class_names", None):
         result["class_names"] = [*map(str, class_names)]
     result |= released_values(module, privacy, output)

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,7 +28,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.reporting.wording import in_words, up
-from dpexp.training.classifier import BALANCED, MAJORITY, RECALL, default_learning_rate
+from dpexp.training.classifier import BALANCED, MAJORITY, RECALL
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
@@ -48,8 +48,8 @@ def _print(text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
-def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> None:
-    """Prints the plan as a table, a note on it, and warnings."""
+def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] = ()) -> None:
+    """Prints the plan as a table, notes on it, and warnings."""
     if plan is None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
@@ -65,12 +65,10 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> Non
         solved = plan.calibration
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
         console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}")
-    if defaults := [*_defaults(cfg, plan)]:
-        _print(f"Defaults that follow the plan: {'; '.join(defaults)}")
     for event in plan.preprocessing:
         _print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}")
     console.print(plan_table(plan))
-    for text in filter(None, (unamplified(plan.ledger()), note)):
+    for text in filter(None, (unamplified(plan.ledger()), *notes)):
         _print(text)
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
@@ -85,17 +83,6 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> Non
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
-
-
-def _defaults(cfg: DictConfig, plan: PrivacyPlan) -> Iterator[str]:
-    """The values that no one has given, and the rule that each follows."""
-    if cfg.sampling.expected_batch_size and OmegaConf.is_interpolation(cfg.sampling, "expected_batch_size"):
-        yield (
-            f"sampling.expected_batch_size={cfg.sampling.expected_batch_size:.5g}, from a quarter of the "
-            f"{plan.privacy_unit.plural}, at most 512"
-        )
-    if cfg.rounds and cfg.optimizer.get("lr") == default_learning_rate(cfg.optimizer, cfg.rounds, plan.gradient_norm):
-        yield f"optimizer.lr={cfg.optimizer.lr:.3g}, from the number of rounds, the noise and the number of weights"
 
 
 def print_check(step: str, seconds: float, rounds: int) -> None:

@@ -184,6 +184,7 @@ class TrackedRun:
         if self._accountants:  # its ε is the metric `epsilon`, or `epsilon_planned`
             values.pop(f"epsilon_{self._accountants[0]}", None)
         values |= result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
+        values |= {"learning_rate": result["learning_rate"]} if "learning_rate" in result else {}
         released = result.get("preprocessing", {})
         values |= {
             f"{valid_name(name)}/{k}": one for name, entries in released.items() for k, one in enumerate(entries)

@@ -189,8 +189,8 @@ class Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def default_learning_rate(optimizer: Mapping[str, Any], rounds: int, gradient_norm: float) -> float:
-    """What `optimizer.lr: auto` means.
+def noisy_learning_rate(optimizer: Mapping[str, Any], rounds: int, gradient_norm: float) -> float:
+    """The learning rate for a number of rounds with noise, `optimizer.lr: auto`.
 
     SGD: (1 - momentum) D/(G √T), the step of SGD for gradients of norm at most G, with noise (Bassily et al. 2014,
     arXiv 1405.7085, algorithm 1). Adam, whose steps are no longer where there is more noise: A/√T.

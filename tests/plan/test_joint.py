@@ -3,7 +3,7 @@
 import pytest
 
 import dpexp
-from dpexp.commands.build import joint_note
+from dpexp.commands.train import joint_note
 
 QUICK = ("privacy.epsilon=null", "privacy.noise_multiplier=2", "sampling.steps=5")
 

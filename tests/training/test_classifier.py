@@ -9,10 +9,11 @@ from sklearn.metrics import balanced_accuracy_score, recall_score
 from torch import nn
 
 from dpexp import compose, plan
-from dpexp.commands.build import add_optimizer
+from dpexp.commands.build import add_optimizer, default_learning_rate
+from dpexp.commands.train import defaults_note
 from dpexp.errors import ConfigError
 from dpexp.reporting.terminal import print_tested
-from dpexp.training.classifier import BALANCED, MAJORITY, RECALL, Classifier, _metrics_of_all, default_learning_rate
+from dpexp.training.classifier import BALANCED, MAJORITY, RECALL, Classifier, _metrics_of_all, noisy_learning_rate
 
 SGD = {"_target_": "torch.optim.SGD", "momentum": 0.9}
 
@@ -70,11 +71,11 @@ def test_the_default_learning_rate_is_that_of_noisy_sgd():
     small, noisy = (plan_of(model, n=1000, q=0.1, steps=25, noise_multiplier=z) for z in (1e-6, 50.0))
     assert small.gradient_norm == pytest.approx(1.0)  # S
     assert noisy.gradient_norm == pytest.approx(math.sqrt(1 + 100 * (50.0 / 100) ** 2))
-    assert default_learning_rate(SGD, 25, small.gradient_norm) == pytest.approx(0.1 * 20 / 5)
-    assert default_learning_rate(SGD | {"momentum": 0.0}, 100, noisy.gradient_norm) == pytest.approx(2 / math.sqrt(26))
-    assert default_learning_rate({"_target_": "torch.optim.Adam"}, 100, 1.0) == pytest.approx(0.028)
+    assert noisy_learning_rate(SGD, 25, small.gradient_norm) == pytest.approx(0.1 * 20 / 5)
+    assert noisy_learning_rate(SGD | {"momentum": 0.0}, 100, noisy.gradient_norm) == pytest.approx(2 / math.sqrt(26))
+    assert noisy_learning_rate({"_target_": "torch.optim.Adam"}, 100, 1.0) == pytest.approx(0.028)
     with pytest.raises(ConfigError, match=r"optimizer.lr=auto is for .* give torch.optim.RMSprop a number"):
-        default_learning_rate({"_target_": "torch.optim.RMSprop"}, 1, 1.0)
+        noisy_learning_rate({"_target_": "torch.optim.RMSprop"}, 1, 1.0)
 
 
 @pytest.mark.parametrize("groups", [["group=flat"], ["group=conv_fc", "mechanism=joint"], ["group=per_layer"]])
@@ -90,4 +91,9 @@ def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
     made = plan(cfg)
     add_optimizer(cfg, module, made)
     (group,) = module.configure_optimizers().param_groups
-    assert group["lr"] == cfg.optimizer.lr == default_learning_rate(SGD, made.rounds, made.gradient_norm)
+    assert group["lr"] == noisy_learning_rate(SGD, made.rounds, made.gradient_norm) and cfg.optimizer.lr == "auto"
+    note = defaults_note(cfg, module, made)
+    assert note.startswith("By default: sampling.expected_batch_size=359, of a quarter of n and at most 512 records; ")
+    assert f"optimizer.lr={group['lr']:.3g}" in note
+    cfg.optimizer.lr, cfg.sampling.expected_batch_size = 0.5, 100.0
+    assert default_learning_rate(cfg, made) == {} and defaults_note(cfg, module, made) == ""
