@@ -1,45 +1,20 @@
-"""The documentation's Python runs as printed, its commands and options are understood, and its links lead somewhere."""
+"""The documentation's Python runs as printed, its commands are understood, and its links lead somewhere."""
 
-import inspect
 import re
 import shlex
-from dataclasses import is_dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
-import pytorch_lightning as pl
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.utils import get_object
 
-from dpexp import config
-from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands import command_line, validate
-from dpexp.commands.command_line import as_audit, check
-from dpexp.config import CONF, Config
+from dpexp.commands import validate
+from dpexp.commands.command_line import COMMANDS, as_audit, check
+from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_rules import RULES
-from dpexp.privacy.private_metrics import _KEYS, metric_releases
-from dpexp.privacy.sampling.privacy_unit import LocalTraining
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
-TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
-FENCED = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-COMMANDS = ("account", "evaluate", "help", "predict", "resume", "schema")
-
-
-def blocks(page, *languages):
-    """(title, content) of a page's code blocks."""
-    return [(title, content) for language, title, content in FENCED.findall(page.read_text()) if language in languages]
-
-
-def name(path):
-    return path.relative_to(ROOT).as_posix()
+from dpexp.privacy.private_metrics import metric_releases
+from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name
 
 
 @pytest.fixture
@@ -96,9 +71,9 @@ def commands(page):
 def test_commands_are_understood(page, written):
     written(page)
     for arguments in commands(page):
-        if arguments and arguments[0] in COMMANDS:
+        if arguments and arguments[0] in NOT_JOBS:
             keys = [argument.partition("=")[0] for argument in arguments if "=" in argument]
-            assert all(f"{key}=" in command_line.COMMANDS[arguments[0]] for key in keys), arguments
+            assert all(f"{key}=" in COMMANDS[arguments[0]] for key in keys), arguments
             continue
         if arguments and arguments[0] == "audit":
             arguments = as_audit(arguments[1:])
@@ -111,12 +86,6 @@ def test_commands_are_understood(page, written):
             cfg = composed(overrides)
             validate.check(cfg)
             metric_releases(cfg.private_metrics.release or {})
-
-
-def composed(overrides):
-    config.register()
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        return compose("config", overrides)
 
 
 def test_ones_own_model_data_and_groups_train(written, dpexp_job):
@@ -137,6 +106,44 @@ def test_every_extension_of_ones_own_trains(k, written, rules, dpexp_job):
     length = () if "sampling=in_order" in recipes[k] else ("sampling.steps=2",)
     output = dpexp_job(*recipes[k], *length, "tracking=none")
     assert len(read_ledger(output / "ledger.jsonl")) == (9 if "sampling=in_order" in recipes[k] else 2)
+
+
+PRINTED = {  # page: the job whose plan it shows
+    "README.md": "group=conv_fc mechanism=joint",
+    "docs/preprocessing.md": "preprocessing=[class_counts,standardize,pca] preprocessing.pca.k=20 model=mlp "
+    "model.shape=[20] sampling.steps=60",
+}
+OF_CHANCE = ("dpexp: the clipped", "The step is", "round ", "Test accuracy")  # lines of a job that trains
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_a_page_shows_what_a_job_prints(page, dpexp_job, capsys):
+    dpexp_job(*PRINTED[page].split(), "train=false", "tracking=none")
+    printed = capsys.readouterr().out.splitlines()
+    shown = next(content for _, content in blocks(ROOT / page, "text", "") if content.startswith("Plan: "))
+    assert [line for line in shown.splitlines() if line not in printed and not line.startswith(OF_CHANCE)] == []
+
+
+def test_a_page_shows_what_an_error_says():
+    for page in PAGES:
+        for command, said in re.findall(r"^\$ python -m dpexp (.*)\ndpexp: (.*)$", page.read_text(), re.MULTILINE):
+            with pytest.raises(ConfigError) as refused:
+                check(shlex.split(command))
+            assert str(refused.value) == said
+
+
+def title(path):
+    """A page's; of a page that includes another, that one's."""
+    text = path.read_text()
+    included = re.match(r'--8<-- "([\w.]+)"', text)
+    return title(ROOT / included[1]) if included else re.search("^# (.*)$", text, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_a_link_to_a_page_is_its_title(page):
+    """Up to the case of letters; a link to a section may say what it is there for."""
+    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", page.read_text())):
+        assert " ".join(text.split()).lower() == title(page.parent / target).lower(), target
 
 
 def anchors(path):
@@ -214,174 +221,3 @@ def test_every_result_has_a_command_and_costs_no_more_than_its_target(monkeypatc
     assert {experiment for experiment, *_ in rows} == {*import_module("results").ROWS}
     for _, epsilon, command in rows:
         assert float(epsilon) <= composed(command.split()).privacy.epsilon
-
-
-ASSIGNED = re.compile(  # group=option, a.b=value
-    r"""(?:^|(?<=[\s('"]))\+{0,2}([a-z_]\w*(?:[./]\w+)*)=(?!=)('[^']*'|\{.*\}|\[[^\]]*\]|[^\s'",;)·]*)"""
-)
-DOTTED = re.compile(r"""(?<![\w./$"-])([a-z_]+(?:\.[A-Za-z_]\w*)+)(?![\w(=/-])""")  # a.b
-MAPPING = re.compile(r"\{([^{}]*)\}|^(\w+: [\w.]+)$")  # {a: 1, b: 2}, or a: 1 by itself
-OWN = {"conv", "fc", "concentrated", "per_layr"}  # a reader's own groups and classes, and an error
-OTHERS = {  # what looks like an option and is none
-    "use_cache", "total_length", "microbatch_size", "poisson_sampling", "secure_mode", "create_graph", "padding",
-    "options", "install", "key", "viewStateShareKey", "test_loss", "collate_fn", "__getitems__", "augment.sd",
-    "trainer.should_stop", "trainer.train_dataloader.dataset", "tracking.data_budget", "train.user_of",
-    *re.findall(r"^    (\w+)=", "\n".join(command_line.COMMANDS.values()), re.MULTILINE),
-}  # fmt: skip
-NAMESPACES = {  # modules and objects, whose attributes are no options
-    "args", "datasets", "dpexp", "mlflow", "nn", "os", "p", "package", "peft", "plan", "self", "timm", "torch",
-    "transformers", *(path.stem for path in (ROOT / "dpexp").rglob("*.py")),
-}  # fmt: skip
-
-
-@cache
-def schema():
-    """The dotted names that a configuration may have, with * for any name, and the options of each group."""
-    names = set()
-    options = {
-        "calibrate": {*CALIBRATABLE}, "accountant": {"gdp"},
-        "hydra/sweeper": {"optuna"}, "hydra/launcher": {"basic", "joblib", "submitit_local", "submitit_slurm", "ray"},
-    }  # fmt: skip
-
-    def add(path, content):
-        for key, inner in content.items():
-            names.add(name := f"{path}.{key}".lstrip("."))
-            if isinstance(inner, dict):
-                add(name, inner)
-        if (target := content.get("_target_")) and not target.startswith("hydra_plugins"):
-            add(path, dict.fromkeys(inspect.signature(get_object(target)).parameters))
-
-    add("", of_dataclass(Config))
-    for file in [*CONF.rglob("*.yaml"), *(CONF / "sweep").glob("*.yaml")]:
-        group, text = file.parent.relative_to(CONF).as_posix(), file.read_text()
-        content = {key: inner for key, inner in (yaml.safe_load(text) or {}).items() if key != "defaults"}
-        options.setdefault(group, {"null"}).add(file.stem)
-        add("" if group == "." or "@package _global_" in text else group.replace("/", "."), content)
-    any_name = {"*": None}
-    of_metric = {**dict.fromkeys(_KEYS), "values": {"*": {"alpha": None, "dim": None}}}
-    add("", {  # what is in values that the schema takes as a whole
-        "private_metrics": {"release": {"*": of_metric}}, "callbacks": {"*": {"_target_": None}},
-        "privacy_unit": {"local_training": of_dataclass(LocalTraining)},
-        "privacy": {"budget": dict.fromkeys(("epsilon", "delta", "order")), "max_tpr_at_fpr": any_name},
-        "schedule": {key: {"linear": None, "step": any_name} for key in "zqS"},
-        "data": {"test_hash": dict.fromkeys(("column", "fraction"))},
-        "group": {"groups": {"*": dict.fromkeys(("layers", "parameters", "rest"))}},
-        "clip_norm": {"initial": any_name}, "allocation": {"weights": any_name, "sigma": any_name},
-        "trainer": dict.fromkeys((*inspect.signature(pl.Trainer).parameters, *dir(pl.Trainer))),
-    })  # fmt: skip
-    return names, options
-
-
-def of_dataclass(kind):
-    """The fields of a dataclass, with those of the dataclasses in it."""
-    inner = {
-        field: [one for one in (of, *get_args(of)) if is_dataclass(one)] for field, of in get_type_hints(kind).items()
-    }
-    return {field: of_dataclass(kinds[0]) if kinds else None for field, kinds in inner.items()}
-
-
-def known(name):
-    """A name's place in the schema; empty if it has none. Without a dot it may also be the last part of an option."""
-    names, options = schema()
-    places = [name, re.sub(r"[^.]+$", "*", name), re.sub(r"[^.]+(\.[^.]+)$", r"*\1", name)]
-    if name in options or name in OTHERS or name.partition(".")[0] == "hydra":
-        return name
-    if "." not in name and any(one.endswith(f".{name}") for one in names):
-        return name
-    return next((place for place in places if place in names), "")
-
-
-def keys_of(name):
-    """The options of a group, or what a value has within it."""
-    names, options = schema()
-    inner = {one.removeprefix(f"{name}.").partition(".")[0] for one in names if one.startswith(f"{name}.")}
-    return options.get(name) or (keys_of(f"{name}.*") if "*" in inner else inner)
-
-
-def unknown(code, own=frozenset()):
-    """The options that a piece of code names and nothing has; `own`: options of the reader's own, of any group."""
-    names, options = schema()
-    command = re.search(r"python -m dpexp (\w+)", code)
-    if command and command[1] in COMMANDS:
-        return
-    is_call = "(" in code.partition("=")[0] and not code.startswith(" ")  # of a function: no options
-    for key, value in [] if is_call else ASSIGNED.findall(code):
-        value = value.strip("'")
-        if key in options and re.fullmatch(r"[\[\]\w,]+", value):
-            chosen = {*re.findall(r"\w+", value)} - options[key] - own - OWN
-            yield from (f"{key}={option}" for option in chosen)
-        elif not known(key):
-            yield key
-        elif value.startswith("{") and key not in OTHERS:
-            yield from unknown_within(known(key), yaml.safe_load(value.replace("…", "…: 1") if "…" in value else value))
-    sections = {name.partition(".")[0] for name in names}
-    for name in DOTTED.findall(code):
-        head = name.partition(".")[0]
-        is_option = head in sections or (name == code and head not in NAMESPACES)
-        if (
-            is_option
-            and not known(name)
-            and not re.search(r"\.(csv|jsonl?|md|patch|png|py|safetensors|txt|yaml)$", name)
-        ):
-            yield name
-    for inner, single in MAPPING.findall(code):
-        for key in re.findall(r"(?:^|, )([A-Za-z_]\w*):", inner or single):
-            if not known(key) and key not in OWN:
-                yield key
-
-
-def unknown_within(name, value):
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        if place := known(f"{name}.{key if isinstance(key, str) else '*'}"):
-            yield from unknown_within(place, inner)
-        else:
-            yield f"{name}.{key}"
-
-
-def codes(path):
-    """What a text has as code: of a page inline code, commands and outputs, of YAML and Python blocks the comments."""
-    text = path.read_text()
-    if path.suffix == ".md":
-        for language, _, content in FENCED.findall(text):
-            yield from comments(content) if language in ("yaml", "python", "py") else content.splitlines()
-    if path.suffix == ".yaml":
-        return (yield from comments(text))
-    for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", FENCED.sub("", text)):
-        yield " ".join(code.split())
-
-
-def comments(text):
-    return [line.partition("#")[2] for line in text.splitlines() if "#" in line]
-
-
-WITH_OPTIONS = [
-    *TEXTS,
-    *sorted(CONF.rglob("*.yaml")),
-    *(CONF / "sweep").glob("*.yaml"),
-    *(ROOT / "dpexp").rglob("*.py"),
-]
-
-
-def test_every_option_that_a_text_names_exists():
-    found = []
-    for path in WITH_OPTIONS:
-        own = {Path(title).stem for title, _ in blocks(path, "yaml")} if path in PAGES else set()
-        found += [(name(path), option) for code in codes(path) for option in unknown(code, own)]
-    assert found == []
-
-
-@pytest.mark.parametrize("page", TEXTS, ids=name)
-def test_every_option_in_a_table_exists(page):
-    """A column headed by a group has its options, one headed by a value what is within it; other first columns names
-    that some option has."""
-    names, options = schema()
-    anything = {one.rpartition(".")[2] for one in names}.union(options, *options.values(), OTHERS)
-    for table in re.findall(r"(?:^\|.*\n){3,}", FENCED.sub("", page.read_text()), re.MULTILINE):
-        head, _, *rows = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines())
-        for column, of in enumerate(head):
-            allowed = keys_of(of.strip("`")) if of.startswith("`") else set()
-            allowed |= anything if column == 0 and not allowed else set()
-            assert not re.fullmatch(r"`\w+`", of) or known(of.strip("`")), of
-            for cell in (row[column] for row in rows) if allowed else ():
-                named = re.findall(r"`(\w+)`", cell.partition("(")[0]) if re.match(r"`\w+`", cell) else []
-                assert {*named} <= {*allowed}, (of, cell)
