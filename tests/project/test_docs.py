@@ -124,6 +124,12 @@ def test_a_page_shows_what_a_job_prints(page, dpexp_job, capsys):
     assert [line for line in shown.splitlines() if line not in printed and not line.startswith(OF_CHANCE)] == []
 
 
+def test_tables_that_pages_show_have_the_terminals_headings():
+    source = (ROOT / "dpexp/reporting/terminal.py").read_text()
+    for heading in re.findall("(?<=┃)[^┃\\n]+(?=┃)", "".join(page.read_text() for page in TEXTS)):
+        assert f'"{heading.strip()}"' in source
+
+
 def test_a_page_shows_what_an_error_says():
     for page in PAGES:
         for command, said in re.findall(r"^\$ python -m dpexp (.*)\ndpexp: (.*)$", page.read_text(), re.MULTILINE):
