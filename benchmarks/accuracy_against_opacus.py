@@ -4,7 +4,7 @@
 
 Shows, seed by seed, the test accuracy of the small CNN on scikit-learn's digits: once by `make_plan` and
 `PrivacyCallback`, once by Opacus' `PrivacyEngine`. Both sides start from the same initialisation and have the same
-sampling rate, number of rounds, noise multiplier, clipping bound, denominator and optimizer; their samples and noise
+sampling rate, number of rounds, noise multiplier, clipping norm, denominator and optimizer; their samples and noise
 are fresh and independent. The two mean accuracies should differ by no more than seeds do, and the two ε agree up to
 0.01, the error that Opacus' accountant adds to its estimate to give an upper bound.
 """

@@ -1,4 +1,4 @@
-"""Clip rules beside one another: test accuracy on the digits at ε = 3, with the default job's CNN, rounds and bounds.
+"""Clip rules beside one another: test accuracy on the digits at ε = 3, with the default job's CNN and rounds.
 
     python benchmarks/clip_rules.py [SEEDS]     # 5 seeds: a quarter of an hour
 

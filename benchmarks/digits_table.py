@@ -1,4 +1,4 @@
-"""Prints README's table of test accuracies on the digits from MLflow, and draws it. Run first:
+"""Prints the table of docs/results.md on the digits from MLflow, and draws docs/digits.png. Run first:
 
 python -m dpexp -m sweep=digits
 python -m dpexp -m privacy.enabled=false 'seed=range(3)'
@@ -12,7 +12,7 @@ import mlflow
 from matplotlib.figure import Figure
 
 GROUPS = ("flat", "per_layer", "conv_fc")
-BOUNDS = ("uniform", "dimension")
+CLIP_NORMS = ("uniform", "dimension")
 MECHANISMS = ("separate", "joint")
 TARGETS = ("2.0", "8.0")
 
@@ -30,12 +30,12 @@ def main() -> None:
     print("|---|---|" + "---|" * len(columns))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, len(TARGETS), sharey=True)
-    for (i, group), (k, bound) in product(enumerate(GROUPS), enumerate(BOUNDS)):
+    for (i, group), (k, clip_norm) in product(enumerate(GROUPS), enumerate(CLIP_NORMS)):
         cells = []
         for target, mechanism in columns:
             chosen = accuracy[
                 (runs["tags.dpexp.group"] == group)
-                & (runs["tags.dpexp.clip_norm"] == bound)
+                & (runs["tags.dpexp.clip_norm"] == clip_norm)
                 & (runs["tags.dpexp.mechanism"] == mechanism)
                 & (runs["params.privacy.epsilon"] == target)
                 & (runs["params.privacy.enabled"] == "True")
@@ -44,9 +44,9 @@ def main() -> None:
             style = 2 * k + MECHANISMS.index(mechanism)
             panels[TARGETS.index(target)].bar(
                 i + (style - 1.5) / 5, chosen.mean(), 0.18, yerr=chosen.std(), color=f"C{style}",
-                label=f"{mechanism}, {bound} bounds" if i == 0 else None,
+                label=f"{mechanism}, {clip_norm}" if i == 0 else None,
             )  # fmt: skip
-        print(f"| `{group}` | `{bound}` | " + " | ".join(cells) + " |")
+        print(f"| `{group}` | `{clip_norm}` | " + " | ".join(cells) + " |")
     for target, axes in zip(TARGETS, panels, strict=True):
         axes.axhline(twin.mean(), color="black", linestyle=":", label="without privacy")
         axes.set(title=f"ε = {float(target):g}, δ = 1e-4", xticks=range(len(GROUPS)), xticklabels=GROUPS, ylim=(0.6, 1))

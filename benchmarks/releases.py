@@ -2,7 +2,7 @@
 
     python benchmarks/releases.py metrics    [SEEDS]   # private training accuracy and its band; what it costs
     python benchmarks/releases.py batchnorm  [SEEDS]   # one small residual network, three choices, ε = 3 and 8
-    python benchmarks/releases.py adaptive   [SEEDS]   # bounds from 0.01 and 100
+    python benchmarks/releases.py adaptive   [SEEDS]   # clipping norms from 0.01 and 100
     python benchmarks/releases.py joint      [SEEDS]   # joint clipping with learnt scales
 
 Each choice has the learning rates that are printed, of which the one with the best mean is shown: that choice was made

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from dpexp.config import tracking_uri
+from dpexp.reporting.wording import up
 from dpexp.tracking.read import trials
 
 PAGE = Path("docs/results.md")
@@ -150,7 +151,7 @@ def table(runs: dict[str, DataFrame]) -> list[str]:
             command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
             minutes = ((own["end_time"] - own["start_time"]).dt.total_seconds() / 60).median()
             lines.append(
-                f"| {name} | {told} | {_percent(own['test_accuracy'])} | {own['epsilon'].max():.3f} | "
+                f"| {name} | {told} | {_percent(own['test_accuracy'])} | {up(own['epsilon'].max(), 4)} | "
                 f"{own['delta'].max():g} | "
                 f"{len(own)} | {minutes:.1f} | `{command}` |"
             )

@@ -1,5 +1,5 @@
 """Next characters of tiny Shakespeare by users: accuracy against ε of DP-FedAvg and DP-FedAdam, beside the same
-trainings with next to no noise and bounds that clip nothing.
+trainings with next to no noise and a clipping norm that clips nothing.
 
     python benchmarks/shakespeare.py data.root=… [OVERRIDE ...]
 

@@ -120,7 +120,7 @@ and without:
 - *one at a time*: by ordinary autograd, which is slow;
 - *refused*.
 
-[Performance](speed.md) explains how the mode is chosen. `python tests/gradients/test_models.py` writes this page. With
+[Speed](speed.md) explains how the mode is chosen. `python tests/gradients/test_models.py` writes this page. With
 `pip install -e '.[test,models]'`, `python -m pytest tests/gradients/test_models.py -m ''` tests all models; without
 `-m ''`, some."""
 

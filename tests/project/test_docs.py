@@ -7,28 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
-from dpexp import config
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.command_line import as_audit, check
+from dpexp.commands import validate
+from dpexp.commands.command_line import COMMANDS, as_audit, check
+from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_rules import RULES
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
-TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
-FENCED = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-COMMANDS = ("account", "evaluate", "help", "predict", "resume", "schema")
-
-
-def blocks(page, *languages):
-    """(title, content) of a page's code blocks."""
-    return [(title, content) for language, title, content in FENCED.findall(page.read_text()) if language in languages]
-
-
-def name(path):
-    return path.relative_to(ROOT).as_posix()
+from dpexp.privacy.private_metrics import metric_releases
+from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name
 
 
 @pytest.fixture
@@ -85,7 +71,9 @@ def commands(page):
 def test_commands_are_understood(page, written):
     written(page)
     for arguments in commands(page):
-        if arguments and arguments[0] in COMMANDS:
+        if arguments and arguments[0] in NOT_JOBS:
+            keys = [argument.partition("=")[0] for argument in arguments if "=" in argument]
+            assert all(f"{key}=" in COMMANDS[arguments[0]] for key in keys), arguments
             continue
         if arguments and arguments[0] == "audit":
             arguments = as_audit(arguments[1:])
@@ -95,13 +83,9 @@ def test_commands_are_understood(page, written):
             if "--config-dir" in arguments:
                 folder = Path.cwd() / arguments[arguments.index("--config-dir") + 1]
                 overrides.append(f"hydra.searchpath=[file://{folder}]")
-            assert composed(overrides).data.n > 0
-
-
-def composed(overrides):
-    config.register()
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        return compose("config", overrides)
+            cfg = composed(overrides)
+            validate.check(cfg)
+            metric_releases(cfg.private_metrics.release or {})
 
 
 def test_ones_own_model_data_and_groups_train(written, dpexp_job):
@@ -122,6 +106,50 @@ def test_every_extension_of_ones_own_trains(k, written, rules, dpexp_job):
     length = () if "sampling=in_order" in recipes[k] else ("sampling.steps=2",)
     output = dpexp_job(*recipes[k], *length, "tracking=none")
     assert len(read_ledger(output / "ledger.jsonl")) == (9 if "sampling=in_order" in recipes[k] else 2)
+
+
+PRINTED = {  # page: the job whose plan it shows
+    "README.md": "group=conv_fc mechanism=joint",
+    "docs/preprocessing.md": "preprocessing=[class_counts,standardize,pca] preprocessing.pca.k=20 model=mlp "
+    "model.shape=[20] sampling.steps=60",
+}
+OF_CHANCE = ("dpexp: the clipped", "The step is", "round ", "Test accuracy")  # lines of a job that trains
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_a_page_shows_what_a_job_prints(page, dpexp_job, capsys):
+    dpexp_job(*PRINTED[page].split(), "train=false", "tracking=none")
+    printed = capsys.readouterr().out.splitlines()
+    shown = next(content for _, content in blocks(ROOT / page, "text", "") if content.startswith("Plan: "))
+    assert [line for line in shown.splitlines() if line not in printed and not line.startswith(OF_CHANCE)] == []
+
+
+def test_tables_that_pages_show_have_the_terminals_headings():
+    source = (ROOT / "dpexp/reporting/terminal.py").read_text()
+    for heading in re.findall("(?<=┃)[^┃\\n]+(?=┃)", "".join(page.read_text() for page in TEXTS)):
+        assert f'"{heading.strip()}"' in source
+
+
+def test_a_page_shows_what_an_error_says():
+    for page in PAGES:
+        for command, said in re.findall(r"^\$ python -m dpexp (.*)\ndpexp: (.*)$", page.read_text(), re.MULTILINE):
+            with pytest.raises(ConfigError) as refused:
+                check(shlex.split(command))
+            assert str(refused.value) == said
+
+
+def title(path):
+    """A page's; of a page that includes another, that one's."""
+    text = path.read_text()
+    included = re.match(r'--8<-- "([\w.]+)"', text)
+    return title(ROOT / included[1]) if included else re.search("^# (.*)$", text, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_a_link_to_a_page_is_its_title(page):
+    """Up to the case of letters; a link to a section may say what it is there for."""
+    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", page.read_text())):
+        assert " ".join(text.split()).lower() == title(page.parent / target).lower(), target
 
 
 def anchors(path):
