@@ -11,6 +11,7 @@ from dpexp._lightning_compat import pl
 from dpexp.accounting.auditing import Audit, level_of_checks
 from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.rounding import up
 from dpexp.commands.build import accountants, add_scheduler, make, module_of
 from dpexp.commands.trainer import callback_for, trainer_for
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
@@ -24,11 +25,14 @@ from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
 FOLDER = "audit"  # in the job's folder
 
 
-def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Figure]:
+def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float) -> tuple[Audit, Figure]:
     """Trains two variants of a job's plan with canaries, one without sampling and one with almost no noise.
 
     What they release in the canaries' coordinates is tested against the claim of the first variant's ledger. The models
     are discarded.
+
+    Args:
+        claimed: ε of the job, to be shown above the figure.
 
     Returns:
         the results, and their figure.
@@ -39,10 +43,10 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit,
     coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
     level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 4)
     attack, contributions = Attack(), Contributions()
-    canaries = _train_with_canaries(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
-    _train_with_canaries(
-        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl"
-    )
+    attacked = unsampled(plan)
+    canaries = _train_with_canaries(cfg, attacked, coins, attack, folder / "ledger.jsonl", "audit of the noise")
+    sampled = nearly_noiseless(plan, canaries.count, level)
+    _train_with_canaries(cfg, sampled, None, contributions, folder / "samples.jsonl", "audit of the samples")
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
     ledger = read_ledger(folder / "ledger.jsonl")
     accountant = accountants(cfg, plan)[0]
@@ -50,13 +54,19 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit,
         attack.scores(canaries.count), canaries.included, ledger, deltas, accountant, cfg.audit.confidence,
         canaries.middle, [*attack.checks(level), *contributions.checks(level)],
     )  # fmt: skip
-    return found, audit_figure(found, ledger, accountant)
+    return found, audit_figure(found, ledger, f"ε = {up(claimed, 4)} at δ = {up(cfg.privacy.delta, 4)}", accountant)
 
 
 def _train_with_canaries(
-    cfg: DictConfig, plan: PrivacyPlan, coins: KeyStream | None, reader: Attack | Contributions, ledger: Path
+    cfg: DictConfig,
+    plan: PrivacyPlan,
+    coins: KeyStream | None,
+    reader: Attack | Contributions,
+    ledger: Path,
+    purpose: str,
 ) -> Canaries:
-    """Trains once; `reader` reads the releases in the coordinates of the canaries, which are returned."""
+    """Trains once; `reader` reads the releases in the coordinates of the canaries, which are returned. The bar shows
+    the `purpose` in place of ε, which is not the job's."""
     ledger.unlink(missing_ok=True)  # of an interrupted audit, which has shown nothing
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg)
@@ -65,7 +75,7 @@ def _train_with_canaries(
     canaries.put_into(data)
     add_scheduler(cfg, module, plan.rounds)
     privacy = callback_for(cfg, canaries.plan, ledger)
-    trainer = _silent_trainer(cfg, canaries.plan, privacy, ledger.parent)
+    trainer = _silent_trainer(cfg, canaries.plan, privacy, ledger.parent, purpose)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.insert(callbacks.index(privacy) + 1, canaries)
     with warnings.catch_warnings():
@@ -83,12 +93,14 @@ def _training_only(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def _silent_trainer(cfg: DictConfig, plan: PrivacyPlan, privacy: PrivacyCallback, folder: Path) -> pl.Trainer:
+def _silent_trainer(
+    cfg: DictConfig, plan: PrivacyPlan, privacy: PrivacyCallback, folder: Path, purpose: str
+) -> pl.Trainer:
     """The job's Trainer, without the callbacks that save models or show released values."""
     trainer = trainer_for(cfg, plan, privacy, folder)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
     for callback in callbacks:
         if isinstance(callback, RoundBar):
-            callback.shows_values = False
+            callback.purpose = purpose
     return trainer

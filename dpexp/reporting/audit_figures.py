@@ -9,37 +9,43 @@ from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.rounding import down, up
 from dpexp.accounting.tradeoff import type_two_errors
 
 _MIN_RATE = 1e-3  # of logarithmic axes
 
 
-def audit_figure(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
-    """Left: the claimed trade-off curve and the attacker's errors; right: the claimed ε and its lower bounds by δ.
+def audit_figure(audit: Audit, ledger: Ledger, claim: str, accountant: str = "pld") -> Figure:
+    """Left: the claimed trade-off curve of the attacked rounds, and the attacker's errors; right: their claimed ε and
+    its lower bounds by δ. The `claim` of the job stands above, since it is another: the attacked rounds have all
+    records.
 
     If the claim is true, the points lie above the curve or, by sampling error, in the grey band.
+
+    Args:
+        ledger: of the attacked rounds.
     """
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
     _errors(left, audit, ledger, accountant)
     places = np.arange(len(audit.bounds))
-    for k, (label, values, color) in enumerate((
-        ("claimed", [b.claimed for b in audit.bounds], "C0"),
-        ("at least, if canaries are independent", [b.if_independent for b in audit.bounds], "C1"),
-        ("at least", [b.found for b in audit.bounds], "C3"),
+    for k, (label, values, color, rounded) in enumerate((
+        ("claimed", [b.claimed for b in audit.bounds], "C0", up),
+        ("at least, if canaries are independent", [b.if_independent for b in audit.bounds], "C1", down),
+        ("at least", [b.found for b in audit.bounds], "C3", down),
     )):  # fmt: skip
         bars = right.bar(places + (k - 1) * 0.28, values, 0.26, color=color, alpha=0.8, label=label)
-        right.bar_label(bars, [f"{value:.2g}" if value else "0" for value in values], fontsize="x-small")
-    right.set_xticks(places, [f"{bound.delta:g}" for bound in audit.bounds])
-    right.set(xlabel="δ", ylabel=f"ε, bounds together at {100 * audit.confidence:g}%")
+        right.bar_label(bars, [rounded(value, 2) for value in values], fontsize="x-small")
+    right.set_xticks(places, [up(bound.delta, 4) for bound in audit.bounds])
+    right.set(xlabel="δ", ylabel="ε", title=f"ε of these rounds; bounds together at {100 * audit.confidence:g}%")
     right.legend(fontsize="small")
+    left.set_title(f"Attacked: its noise in {ledger.training_rounds} rounds of all records")
+    verdict = "refuted" if audit.exceeded else "not refuted"
     figure.suptitle(
-        f"{audit.canaries} canaries, {audit.included} of them included; "
-        f"{audit.right / audit.canaries:.1%} guessed right. "
-        f"μ claimed {audit.mu_claimed:.3g}, found {audit.mu_estimate:.3g} ± {audit.mu_error:.2g}"
-        + (": the claim is refuted" if audit.exceeded else ""),
-        fontsize="small",
-    )  # fmt: skip
+        f"Audit of the job's claim of {claim}: {verdict}\n"
+        f"{audit.canaries} canaries, {audit.right / audit.canaries:.1%} guessed right; "
+        f"μ claimed {up(audit.mu_claimed, 3)}, found {audit.mu_estimate:.3g} ± {audit.mu_error:.2g}"
+    )
     return figure
 
 

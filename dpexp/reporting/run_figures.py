@@ -11,9 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.coverage import is_bound
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
+from dpexp.accounting.rounding import up
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, signal_curve
-from dpexp.reporting.wording import up
 
 POINTS = 25
 _MAX_PANELS = 8
@@ -29,7 +29,7 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
     _draw(axes, marks, curves)
     if marks and len(curves) == 1:
         (values,) = curves.values()
-        axes.annotate(f"{values[-1]:.4g}", (marks[-1], values[-1]), xytext=(-4, 6),
+        axes.annotate(up(values[-1], 4), (marks[-1], values[-1]), xytext=(-4, 6),
                       textcoords="offset points", ha="right")  # fmt: skip
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))

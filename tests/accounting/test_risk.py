@@ -21,7 +21,8 @@ from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, larges
 from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.reporting.wording import in_words, up
+from dpexp.accounting.rounding import up
+from dpexp.reporting.wording import in_words
 
 # riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =
 # from_gaussian_mechanism(z, sampling_prob=q, use_connect_dots=True, value_discretization_interval=h).self_compose(

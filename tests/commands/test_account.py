@@ -15,7 +15,7 @@ from dpexp.accounting.ledger.integrity import end_of
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
-from dpexp.reporting.wording import up
+from dpexp.accounting.rounding import up
 
 
 @pytest.fixture
