@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from pandas import DataFrame, to_numeric
 
+from dpexp.accounting.rounding import up
 from dpexp.reporting.comparisons import (
     DRAW,
     EPSILON,
@@ -106,19 +107,20 @@ def legend(figure: Figure, columns: int = 2) -> None:
         figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize="small")
 
 
-def caption(figure: Figure, *texts: str) -> None:
-    """Writes notes above the figure, such as the fixed settings."""
-    figure.suptitle("\n".join(filter(None, texts)), fontsize="x-small", color="dimgrey")
+def caption(figure: Figure, title: str, *texts: str) -> None:
+    """Writes a title above the figure and notes below it, such as the fixed settings."""
+    figure.suptitle(title)
+    figure.supxlabel("\n".join(filter(None, texts)), fontsize="x-small", color="dimgrey")
 
 
-def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, digits: int = 6) -> None:
+def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, digits: int = 3) -> None:
     """Scales an axis: ticks at the values if they are few; nearly equal values are not magnified.
 
     Args:
         which: x or y.
         values: all that are drawn along the axis; non-finite ones are ignored.
         logarithmic: by default, if the values lie far apart.
-        digits: significant digits of the ticks.
+        digits: significant digits of the ticks that are no whole numbers.
     """
     axis: Axis = getattr(axes, f"{which}axis")
     finite = sorted(value for value in values if math.isfinite(value))
@@ -132,7 +134,7 @@ def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | N
         size = max(abs(lowest), abs(highest))
         if highest - lowest <= 5e-3 * size:
             getattr(axes, f"set_{which}lim")(lowest - (0.1 * size or 1), highest + (0.1 * size or 1))
-        ticks = sorted({float(f"{value:.{digits}g}") for value in finite})
+        ticks = sorted({value if value == int(value) else float(f"{value:.{digits}g}") for value in finite})
         if len(ticks) <= _TICKS:
             axis.set_major_locator(FixedLocator(_spaced(ticks, logarithmic)))
             axis.set_minor_locator(NullLocator())
@@ -190,7 +192,7 @@ def frontier(trials: DataFrame) -> Figure:
         axes.label_outer()
     scale(grid_[0], "x", points["epsilon"], digits=2)
     percent(grid_[0], "y")
-    caption(figure, fixed_settings(runs))
+    caption(figure, "Test accuracy by ε", fixed_settings(runs))
     legend(figure)
     return figure
 
@@ -206,8 +208,8 @@ def compared(trials: DataFrame) -> Figure:
     The best is on top; filled points are the best and those that are not significantly lower.
     """
     runs = trained(trials)
-    if runs["data"].nunique() != 1 or runs["level"].nunique() != 1:
-        raise NotDrawn("Only trials of one data set at one ε are compared by accuracy alone.")
+    if runs["data"].nunique() != 1 or runs["cost"].nunique() != 1:
+        raise NotDrawn("Only trials of one data set at one privacy cost are compared by accuracy alone.")
     points, _ = configurations(runs)
     points = points.sort_values("accuracy", kind="stable")
     top = best(points)
@@ -216,7 +218,7 @@ def compared(trials: DataFrame) -> Figure:
     names = [f"{row['label'] or 'the only one'} ({row['runs']} run{'s' * (row['runs'] > 1)})" for row in rows]
     wide = max(9, 5 + 0.075 * max(map(len, names)))
     figure = Figure(figsize=(wide, 1.8 + 0.28 * max(4, len(points))), layout="constrained")
-    axes = figure.add_subplot(xlabel=f"test accuracy at ε = {points['level'].iloc[-1]}")
+    axes = figure.add_subplot(xlabel="test accuracy")
     best_one, tied, lower = _FILLS
     kinds = points["label"].map(
         lambda name: best_one if name == top.row["label"] else tied if name in top.tied else lower
@@ -240,19 +242,21 @@ def compared(trials: DataFrame) -> Figure:
     percent(axes, "x")
     legend(figure, columns=4)
     omitted = f"The {len(points)} best of {everything}." if len(points) < everything else ""
-    caption(figure, fixed_settings(runs), omitted)
+    caption(figure, f"Test accuracy at ε = {up(points['epsilon'].max(), 3)}", fixed_settings(runs), omitted)
     return figure
 
 
 def swept_numbers(trials: DataFrame) -> list[str]:
-    """The numerical parameters with more than two values in a sweep, without the target ε."""
+    """The numerical parameters with more than two values in a sweep, without the target ε. Of those that go together,
+    as steps and whatever is interpolated from them, it is the first: their figures are the same."""
     read = [json.loads(configuration) for configuration in finished(trials)["configuration"]]
-    found = []
+    found: dict[tuple[int, ...], str] = {}
     for key in sorted({key for parameters in read for key in parameters}):
-        values = {number(parameters.get(key)) for parameters in read}
-        if key not in (EPSILON, DRAW) and len(values) > 2 and None not in values:
-            found.append(key)
-    return found
+        values = [number(parameters.get(key)) for parameters in read]
+        distinct = [*dict.fromkeys(values)]
+        if key not in (EPSILON, DRAW) and len(distinct) > 2 and None not in distinct:
+            found.setdefault(tuple(map(distinct.index, values)), key)
+    return [*found.values()]
 
 
 def against(trials: DataFrame, key: str) -> Figure:
@@ -280,7 +284,7 @@ def against(trials: DataFrame, key: str) -> Figure:
         percent(drawn[0, 1], "y")
     else:
         scale(drawn[0, 1], "y", points["knob_value"], digits=3)
-    caption(figure, fixed_settings(runs, [key]))
+    caption(figure, f"ε and {second[1]} by {key}", fixed_settings(runs, [key]))
     legend(figure)
     return figure
 
@@ -326,7 +330,7 @@ def needed(trials: DataFrame) -> Figure:
     scale(grid_[0], "x", points["target"], logarithmic=True)
     scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
     note = f"The same for every {', '.join(short_names(irrelevant).values())}." if irrelevant else ""
-    caption(figure, fixed_settings(runs, [EPSILON]), note)
+    caption(figure, f"{points['knob'].iloc[0]} needed for each ε", fixed_settings(runs, [EPSILON]), note)
     legend(figure)
     return figure
 
@@ -353,6 +357,6 @@ def progress(histories: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *
             axes.plot(*zip(*points, strict=True), marker=".", color=f"C{k % 10}", linewidth=1, label=label)
     percent(axes, "y")
     axes.grid(alpha=0.3)
-    caption(figure, *notes)
+    caption(figure, "Test accuracy by the ε spent during training", *notes)
     legend(figure, columns=1)
     return figure

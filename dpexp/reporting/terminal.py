@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -252,14 +252,13 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def print_sweep(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence: str, address: str) -> None:
-    """Prints the results of a sweep and the cost of choosing among its trials."""
+def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str) -> None:
+    """Prints the results of a sweep, with lines on the best trials, and the cost of choosing among them."""
     console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
     for _, trial in failed.iterrows():
         console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
-    if best is not None:
-        _print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}")
-    _print(sentence)
+    for line in (*best, sentence):
+        _print(escape(line))
     _print(f"Compare trials: {address}")
 
 

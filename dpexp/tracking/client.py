@@ -23,9 +23,10 @@ from dpexp.errors import ConfigError, is_own
 from dpexp.tracking.provenance import HOST, without_passwords
 from dpexp.tracking.registered_model import send_model
 
-# The metric that has the value of a calibrated parameter, where their names differ
-CALIBRATED_METRIC = {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}
-TRIED = "tried "  # prefix of calibration metrics; MLflow lists names with a slash above accuracy
+# MLflow draws a chart of each metric: names with a slash first, then by name. What a run is looked at for, epsilon and
+# test_…, comes before what is constant.
+TRIED = "tried "  # prefix of what calibration tried
+WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, and of released statistics
 ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS = 1000  # per request, MLflow's own limit
@@ -41,6 +42,21 @@ _OWN_PACKAGES = (
     "pytorch_lightning",
     "lightning",
 )  # their messages quote no record
+
+
+def constants(values: Mapping[str, float]) -> dict[str, float]:
+    """Figures by the names of their metrics."""
+    return {WITH + name.replace("/", " "): value for name, value in values.items()}
+
+
+def metric_of(knob: str) -> str:
+    """The figure that has the value of a calibrated parameter."""
+    return {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}.get(knob, knob)
+
+
+def value_of(metrics: Mapping[str, float], name: str) -> float | None:
+    """A metric, figure or calibrated parameter of a run; figures of earlier versions have no prefix."""
+    return next((metrics[key] for key in (name, WITH + metric_of(name), metric_of(name)) if key in metrics), None)
 
 
 def one_line(error: BaseException) -> str:

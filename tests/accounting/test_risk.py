@@ -18,10 +18,10 @@ from dpexp.accounting.dominating_pairs import PoissonPair
 from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr, risk
+from dpexp.accounting.rounding import up
 from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.accounting.rounding import up
 from dpexp.reporting.wording import in_words
 
 # riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =

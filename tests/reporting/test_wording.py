@@ -51,10 +51,12 @@ def called(node):
 
 
 def formats(tree):
-    """The lines where an ε becomes text by other means than `up` and `down`.
+    """The lines where an ε becomes text by other means than `up` and `down`; in a function about ε, any number.
 
     A name without a format stands for a text that was made by them.
     """
+    about = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and "epsilon" in node.name]
+    inside = {id(node) for function in about for node in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [ast.Constant(""), *node.values]
@@ -63,22 +65,22 @@ def formats(tree):
                     continue
                 text = before.value if isinstance(before, ast.Constant) else ""
                 after_epsilon = re.search(r"[εδ] *(=|≤|<=|is at least|of)? *$", text)
-                is_claim = after_epsilon or any(map(CLAIM.search, names_in(part.value)))
-                if part.format_spec and is_claim or after_epsilon and not isinstance(part.value, ast.Name):
+                is_claim = after_epsilon or id(node) in inside or any(map(CLAIM.search, names_in(part.value)))
+                if (part.format_spec and is_claim) or (after_epsilon and not isinstance(part.value, ast.Name)):
                     yield part.lineno
         elif called(node) in ("format", "round", "format_float_positional") and any(map(CLAIM.search, names_in(node))):
             yield node.lineno
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Constant):
-            if isinstance(node.left.value, str) and any(map(CLAIM.search, names_in(node))):
-                yield node.lineno
+        elif isinstance(node, ast.BinOp) and isinstance(getattr(node.left, "value", None), str):
+            yield from [node.lineno] * any(map(CLAIM.search, names_in(node)))
 
 
 @pytest.mark.parametrize(
     "line",
     [
         'f"{values:.4g} at ε = {x:.3g}"', 'f"ε = {self.limit}"', 'f"ε ≤ {run.cost:g}"', 'f"{run.epsilon:.3f}"',
-        'f"{epsilon(ledger, delta):.4g}"', "round(epsilon, 3)", '"%.3f" % spent', '"{:.3f}".format(epsilon)',
-        "f\"{result['epsilon']:.3g}\"", 'f"at δ = {bound.delta:g}"',
+        'def epsilon_over_rounds(values): return f"{values[-1]:.4g}"', 'f"{epsilon(ledger, delta):.4g}"',
+        "round(epsilon, 3)", '"%.3f" % spent', '"{:.3f}".format(epsilon)', "f\"{result['epsilon']:.3g}\"",
+        'f"at δ = {bound.delta:g}"',
     ],
 )  # fmt: skip
 def test_a_place_that_formats_an_epsilon_is_found(line):
