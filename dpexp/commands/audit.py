@@ -31,11 +31,8 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     What they release in the canaries' coordinates is tested against the claim of the first variant's ledger. The models
     are discarded.
 
-    Args:
-        claimed: ε of the job, to be shown above the figure.
-
     Returns:
-        the results, and their figure.
+        the results, and their figure, with the ε `claimed` for the job.
     """
     cfg, folder = _training_only(cfg), output / FOLDER
     folder.mkdir(exist_ok=True)
@@ -43,10 +40,10 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
     level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 4)
     attack, contributions = Attack(), Contributions()
-    attacked = unsampled(plan)
-    canaries = _train_with_canaries(cfg, attacked, coins, attack, folder / "ledger.jsonl", "audit of the noise")
-    sampled = nearly_noiseless(plan, canaries.count, level)
-    _train_with_canaries(cfg, sampled, None, contributions, folder / "samples.jsonl", "audit of the samples")
+    canaries = _train_with_canaries(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
+    _train_with_canaries(
+        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl"
+    )
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
     ledger = read_ledger(folder / "ledger.jsonl")
     accountant = accountants(cfg, plan)[0]
@@ -58,15 +55,9 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
 
 
 def _train_with_canaries(
-    cfg: DictConfig,
-    plan: PrivacyPlan,
-    coins: KeyStream | None,
-    reader: Attack | Contributions,
-    ledger: Path,
-    purpose: str,
+    cfg: DictConfig, plan: PrivacyPlan, coins: KeyStream | None, reader: Attack | Contributions, ledger: Path
 ) -> Canaries:
-    """Trains once; `reader` reads the releases in the coordinates of the canaries, which are returned. The bar shows
-    the `purpose` in place of ε, which is not the job's."""
+    """Trains once; `reader` reads the releases in the coordinates of the canaries, which are returned."""
     ledger.unlink(missing_ok=True)  # of an interrupted audit, which has shown nothing
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg)
@@ -75,7 +66,7 @@ def _train_with_canaries(
     canaries.put_into(data)
     add_scheduler(cfg, module, plan.rounds)
     privacy = callback_for(cfg, canaries.plan, ledger)
-    trainer = _silent_trainer(cfg, canaries.plan, privacy, ledger.parent, purpose)
+    trainer = _silent_trainer(cfg, canaries.plan, privacy, ledger.parent)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.insert(callbacks.index(privacy) + 1, canaries)
     with warnings.catch_warnings():
@@ -93,14 +84,12 @@ def _training_only(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def _silent_trainer(
-    cfg: DictConfig, plan: PrivacyPlan, privacy: PrivacyCallback, folder: Path, purpose: str
-) -> pl.Trainer:
+def _silent_trainer(cfg: DictConfig, plan: PrivacyPlan, privacy: PrivacyCallback, folder: Path) -> pl.Trainer:
     """The job's Trainer, without the callbacks that save models or show released values."""
     trainer = trainer_for(cfg, plan, privacy, folder)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
     for callback in callbacks:
         if isinstance(callback, RoundBar):
-            callback.purpose = purpose
+            callback.purpose = "audit"  # whose ε is not the job's
     return trainer

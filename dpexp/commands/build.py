@@ -334,11 +334,8 @@ def _refuse_non_private_weights(cfg: DictConfig) -> None:
 def spent_before(origin: Mapping[str, str]) -> list[str]:
     """(ε, δ) of the earlier private trainings on the same records that a job's initial weights come from."""
     before = (one.split("/") for one in origin["spent"].split())
-    return [
-        f"ε = {up(float(epsilon), 4)}, δ = {up(float(delta), 4)}"
-        for data, epsilon, delta, _ in before
-        if data == origin["data"]
-    ]
+    claims = [(float(epsilon), float(delta)) for data, epsilon, delta, _ in before if data == origin["data"]]
+    return [f"ε = {up(epsilon, 4)}, δ = {up(delta, 4)}" for epsilon, delta in claims]
 
 
 def weights_metadata(cfg: DictConfig) -> dict[str, str]:

@@ -1,11 +1,8 @@
 """Figures of audits: the attacker's errors and the claimed trade-off curve."""
 
-import math
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import Ledger
@@ -17,13 +14,9 @@ _MIN_RATE = 1e-3  # of logarithmic axes
 
 def audit_figure(audit: Audit, ledger: Ledger, claim: str, accountant: str = "pld") -> Figure:
     """Left: the claimed trade-off curve of the attacked rounds, and the attacker's errors; right: their claimed ε and
-    its lower bounds by δ. The `claim` of the job stands above, since it is another: the attacked rounds have all
-    records.
+    its lower bounds by δ. The job's `claim` stands above: it is another, since all records are in the attacked rounds.
 
     If the claim is true, the points lie above the curve or, by sampling error, in the grey band.
-
-    Args:
-        ledger: of the attacked rounds.
     """
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
@@ -56,9 +49,6 @@ def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
     off = 2.6 * np.sqrt(np.maximum(curve * (1 - curve), 1 / counts) / counts)
     axes.fill_between(alpha, curve - off, curve, color="lightgrey", label="sampling error")
     axes.plot(alpha, curve, color="C0", label=f"claimed: no attacker below (by {accountant})")
-    if math.isfinite(audit.mu_estimate):
-        axes.plot(alpha, ndtr(ndtri(1 - alpha) - audit.mu_estimate), color="C1", linestyle="--", linewidth=1,
-                  label=f"Gaussian with the estimated μ, {audit.mu_estimate:.3g}")  # fmt: skip
     axes.plot(*audit.errors.T, ".", color="C3", markersize=4, label="the attacker, by threshold")
     axes.plot(alpha, 1 - alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
     axes.set(xlabel="type I error: guessed included, was not", ylabel="type II error: was included, guessed not",

@@ -19,7 +19,6 @@ _IN_CAPTIONS = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, DELTA)
 # Keys that follow from a choice
 _IMPLIED = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")
 _SECTIONS = ("optimizer.", "sampling.", "privacy.")  # omitted from names
-_GUARANTEE = ("delta", "adjacency", "privacy_unit")  # beside ε
 _UNSET = "not set"
 WITHOUT_PRIVACY = "no: trained without privacy"
 CONFIDENCE = 0.95
@@ -89,13 +88,9 @@ def _section(key: str) -> str:
 def _shown(key: str, values: Iterable[str]) -> dict[str, str]:
     """Values as they are shown: fractions to three digits, where that keeps them apart."""
     full = {value: value.rpartition(".")[2] if key.endswith("._target_") else value for value in values}
-    short = {}
-    for value, text in full.items():
-        found = number(text)
-        if found is None or found.is_integer():
-            short[value] = text
-        else:
-            short[value] = up(found, 3) if key in (EPSILON, DELTA) else f"{found:.3g}"
+    fractions = {value: found for value in full if (found := number(value)) and not found.is_integer()}
+    claim = key in (EPSILON, DELTA)
+    short = full | {value: up(found, 3) if claim else f"{found:.3g}" for value, found in fractions.items()}
     return short if len({*short.values()}) == len(full) else full
 
 
@@ -108,11 +103,8 @@ def fixed_settings(trials: DataFrame, first: Sequence[str] = (), width: int = 12
     same = [key for key in same if key in CHOICES or key.startswith(_IN_CAPTIONS)]
     following = [key for key in known if table[key].nunique() > 1 and key not in varied]
     names = short_names([*same, *following, *varied])
-    text = (
-        "Fixed: "
-        + " · ".join(f"{names[key]}={shown}" for key in same for shown in _shown(key, table[key].unique()).values())
-        + "."
-    )
+    shown = [f"{names[key]}={text}" for key in same for text in _shown(key, table[key].unique()).values()]
+    text = f"Fixed: {' · '.join(shown)}."
     if following:
         text += f" Not fixed, but following: {', '.join(names[key] for key in following)}."
     return textwrap.fill(text, width, break_long_words=False)
@@ -131,10 +123,10 @@ def finished(trials: DataFrame) -> DataFrame:
         up(spent, 2) if math.isnan(target) else up(target, 6)
         for spent, target in zip(found["epsilon"], targets(found), strict=True)
     ]
-    others = [key for key in _GUARANTEE if found[key].nunique(dropna=False) > 1]
     costs = Series([f"ε = {level}" for level in levels], index=found.index, dtype=object)
-    for key in others:
-        costs += f", {_NAMES.get(f'privacy.{key}', key)} = " + found[key].astype(str)
+    for key in ("delta", "adjacency", "privacy_unit"):
+        if found[key].nunique(dropna=False) > 1:
+            costs += f", {_NAMES.get(f'privacy.{key}', key)} = " + found[key].astype(str)
     return found.assign(level=levels, cost=costs)
 
 

@@ -286,23 +286,11 @@ COLUMNS = [  # metrics come before parameters, and by name
     "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
-CHARTS = ("test_accuracy", "epsilon")  # on top; MLflow adds one chart of each other metric below
-_SECTION = {"uuid": "metrics", "name": "Model metrics", "display": True, "isReordered": True}
-_LINE = {
-    "type": "LINE", "metricSectionId": "metrics", "runsCountToCompare": 10, "deleted": False, "isGenerated": True,
-    "lineSmoothness": 0, "scaleType": "linear", "xAxisScaleType": "linear", "range": {}, "xAxisKey": "step",
-    "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
-    "useGlobalXaxisKey": True,
-}  # fmt: skip
 
 
 def set_view(client: MlflowClient, experiment_id: str) -> None:
-    """Stores the columns and charts of the list of runs in the experiment."""
-    state = {
-        "selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False,
-        "isAccordionReordered": True, "compareRunSections": [_SECTION],
-        "compareRunCharts": [_LINE | {"uuid": name, "metricKey": name, "displayName": name} for name in CHARTS],
-    }  # fmt: skip
+    """Stores the columns of the list of runs in the experiment."""
+    state = {"selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False}
     client.set_experiment_tag(experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(state))
 
 

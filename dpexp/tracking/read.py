@@ -41,17 +41,9 @@ _NUMBERS = (
     "epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "sampling_rate", "knob_value", "delta", *FIGURES,
 )  # fmt: skip
 _TAGS = (
-    "data",
-    "model",
-    "group",
-    "mechanism",
-    "clip_norm",
-    "clip_rule",
-    "allocation",
-    "sampling",
-    "adjacency",
+    "data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling", "adjacency",
     "privacy_unit",
-)
+)  # fmt: skip
 # Parameters in which repetitions of a configuration differ. Not `draw`: private selection covers a single draw, never
 # a mean of several. The rounds and the plan follow from the rest.
 _NOT_CONFIGURATION = ("seed", "objective", "privacy.noise_seed", "rounds")

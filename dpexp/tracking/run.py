@@ -170,7 +170,7 @@ class TrackedRun:
             values |= {f"preprocessing/{valid_name(event.query)}/{figure}": event.ratio(plan.adjacency)}
         solved = plan.calibration
         if solved is not None:
-            values[metric_of(solved.knob)] = solved.value
+            values.setdefault(metric_of(solved.knob), solved.value)
         planned = epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0])
         self._outbox.metrics({"epsilon_planned": planned} | constants(values), 0)
         if solved is None:

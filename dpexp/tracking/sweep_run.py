@@ -155,11 +155,12 @@ class SweepRun:
         output: Path,
     ) -> None:  # fmt: skip
         """Logs the best accuracies, the costs of choosing, and the trials' table and figures, and ends the run."""
-        metrics = constants({f"selection/{key}": value for key, value in costs.items()})
+        metrics: dict[str, float] = {}
         for place, top in tops.items():
             at = valid_name(f" at {place}".replace(" = ", " ")) if place else ""
             found = {"test_accuracy": top.row["accuracy"], "epsilon": top.row["epsilon"]}
             metrics |= {f"{name}{at}": value for name, value in found.items() if not math.isnan(value)}
+        metrics |= constants({f"selection/{key}": value for key, value in costs.items()})
         earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
         for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # NaN replaces what no longer holds
             self._client.log_metric(self.run_id, key, value)
