@@ -365,8 +365,8 @@ def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, fact
         np.array(facts["worst_case_rdp"]), costs["delta"], mean, shape
     )
     return (
-        f"ε = {up(costs['private_selection_epsilon'], 3)} (private selection) covers the best trial alone, for whom "
-        "neither sees what was printed and logged of the others nor learns their number"
+        f"ε = {up(costs['private_selection_epsilon'], 3)} (private selection) covers the best trial alone, for "
+        "those who see nothing of what was printed and logged of the others, not even their number"
     )
 
 

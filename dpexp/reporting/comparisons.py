@@ -267,12 +267,11 @@ def best_of_trials(trials: DataFrame) -> dict[str, Best]:
 
 
 def described(tops: Mapping[str, Best], bold: str = "") -> list[str]:
-    """A line on each of the best configurations; where only one was tried, it is not called so."""
+    """A line on each of the best configurations; one that had no others is not called the best."""
     lines = []
     for place, top in tops.items():
-        accuracy = f"test accuracy {top.row['accuracy']:.2%}"
-        if top.others:
-            lines.append(f"Best{f' at {place}' if place else ''}: {bold}{top}{bold}, {accuracy}")
-        else:
-            lines.append(f"{f'At {place}, ' if place else ''}{accuracy} ({top.certainty})")
+        accuracy, at = f"test accuracy {top.row['accuracy']:.2%}", f" at {place}" if place else ""
+        lines.append(
+            f"Best{at}: {bold}{top}{bold}, {accuracy}" if top.others else f"T{accuracy[1:]}{at} ({top.certainty})"
+        )
     return lines

@@ -98,29 +98,27 @@ def styles_of(labels_: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def legend(figure: Figure, columns: int = 2) -> None:
-    """Adds one legend for all panels, if any line has a label."""
+def finish(figure: Figure, title: str, *notes: str, columns: int = 2) -> None:
+    """Adds a title, and below the panels the notes, such as the fixed settings, and one legend of all labelled lines."""
     found = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    if found:
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize="small")
-
-
-def caption(figure: Figure, title: str, *texts: str) -> None:
-    """Writes a title above the figure and notes below it, such as the fixed settings."""
     figure.suptitle(title)
-    figure.supxlabel("\n".join(filter(None, texts)), fontsize="x-small", color="dimgrey")
+    below = figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize="small")
+    below.set_title("\n".join(filter(None, notes)), {"size": "x-small"})
+    below.set_frame_on(False)
 
 
-def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, digits: int = 3) -> None:
+def scale(
+    axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, claim: bool = False
+) -> None:
     """Scales an axis: ticks at the values if they are few; nearly equal values are not magnified.
 
     Args:
         which: x or y.
         values: all that are drawn along the axis; non-finite ones are ignored.
         logarithmic: by default, if the values lie far apart.
-        digits: significant digits of the ticks that are no whole numbers.
+        claim: they are ε, so that ticks are rounded up.
     """
     axis: Axis = getattr(axes, f"{which}axis")
     finite = sorted(value for value in values if math.isfinite(value))
@@ -134,7 +132,8 @@ def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | N
         size = max(abs(lowest), abs(highest))
         if highest - lowest <= 5e-3 * size:
             getattr(axes, f"set_{which}lim")(lowest - (0.1 * size or 1), highest + (0.1 * size or 1))
-        ticks = sorted({value if value == int(value) else float(f"{value:.{digits}g}") for value in finite})
+        short = [up(value, 3) if claim else f"{value:.3g}" for value in finite]
+        ticks = sorted({v if v == int(v) else float(text) for v, text in zip(finite, short, strict=True)})
         if len(ticks) <= _TICKS:
             axis.set_major_locator(FixedLocator(_spaced(ticks, logarithmic)))
             axis.set_minor_locator(NullLocator())
@@ -190,10 +189,9 @@ def frontier(trials: DataFrame) -> Figure:
             if spread > 0:
                 axes.axhspan(accuracy - spread, accuracy + spread, color="black", alpha=0.08, lw=0)
         axes.label_outer()
-    scale(grid_[0], "x", points["epsilon"], digits=2)
+    scale(grid_[0], "x", points["epsilon"], claim=True)
     percent(grid_[0], "y")
-    caption(figure, "Test accuracy by ε", fixed_settings(runs))
-    legend(figure)
+    finish(figure, "Test accuracy by ε", fixed_settings(runs))
     return figure
 
 
@@ -240,9 +238,9 @@ def compared(trials: DataFrame) -> Figure:
     axes.set_ylim(-0.6, max(3.4, len(points) - 0.4))
     axes.grid(alpha=0.3)
     percent(axes, "x")
-    legend(figure, columns=4)
     omitted = f"The {len(points)} best of {everything}." if len(points) < everything else ""
-    caption(figure, f"Test accuracy at ε = {up(points['epsilon'].max(), 3)}", fixed_settings(runs), omitted)
+    title = f"Test accuracy at ε = {up(points['epsilon'].max(), 3)}"
+    finish(figure, title, fixed_settings(runs), omitted, columns=4)
     return figure
 
 
@@ -279,13 +277,12 @@ def against(trials: DataFrame, key: str) -> Figure:
         for axes, y in zip(pair, (("epsilon", "ε"), second), strict=True):
             _draw(axes, title, panel, ("x", key), y, styles)
     scale(drawn[0, 0], "x", points["x"])
-    scale(drawn[0, 0], "y", points["epsilon"], digits=2)
+    scale(drawn[0, 0], "y", points["epsilon"], claim=True)
     if is_trained:
         percent(drawn[0, 1], "y")
     else:
-        scale(drawn[0, 1], "y", points["knob_value"], digits=3)
-    caption(figure, f"ε and {second[1]} by {key}", fixed_settings(runs, [key]))
-    legend(figure)
+        scale(drawn[0, 1], "y", points["knob_value"])
+    finish(figure, f"ε and {second[1]} by {key}", fixed_settings(runs, [key]))
     return figure
 
 
@@ -327,11 +324,10 @@ def needed(trials: DataFrame) -> Figure:
     for axes, (title, panel) in zip(grid_, drawn, strict=True):
         _draw(axes, title, panel, ("target", "target ε"), ("knob_value", knob), styles)
         axes.label_outer()
-    scale(grid_[0], "x", points["target"], logarithmic=True)
-    scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
+    scale(grid_[0], "x", points["target"], logarithmic=True, claim=True)
+    scale(grid_[0], "y", points["knob_value"], logarithmic=True)
     note = f"The same for every {', '.join(short_names(irrelevant).values())}." if irrelevant else ""
-    caption(figure, f"{points['knob'].iloc[0]} needed for each ε", fixed_settings(runs, [EPSILON]), note)
-    legend(figure)
+    finish(figure, f"{points['knob'].iloc[0]} needed for each ε", fixed_settings(runs, [EPSILON]), note)
     return figure
 
 
@@ -357,6 +353,5 @@ def progress(histories: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *
             axes.plot(*zip(*points, strict=True), marker=".", color=f"C{k % 10}", linewidth=1, label=label)
     percent(axes, "y")
     axes.grid(alpha=0.3)
-    caption(figure, "Test accuracy by the ε spent during training", *notes)
-    legend(figure, columns=1)
+    finish(figure, "Test accuracy by the ε spent during training", *notes, columns=1)
     return figure

@@ -40,7 +40,11 @@ def lines(axes):
 
 
 def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()] if figure.legends else []
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def notes(figure):
+    return figure.legends[0].get_title().get_text()
 
 
 def ticks(figure, which="x"):
@@ -74,17 +78,17 @@ def test_a_line_of_the_frontier_joins_runs_that_differ_in_epsilon_alone():
     spreads = {round(segment[1][1] - segment[0][1], 9) for bar in axes.containers for segment in
                bar.lines[2][0].get_segments()}  # fmt: skip
     assert spreads == {0.002}, "standard deviation over the seeds, up and down"
-    assert sorted(legend(figure)) == sorted(drawn) and "Fixed: data=digits" in figure.get_supxlabel()
+    assert sorted(legend(figure)) == sorted(drawn) and "Fixed: data=digits" in notes(figure)
     assert figure.get_suptitle() == "Test accuracy by ε"
-    assert ticks(figure) == (["1", "2", "4"], "")
+    assert ticks(figure) == (["0.999", "2", "4"], "")
 
 
 def test_values_that_are_nearly_the_same_are_one_tick():
     figure = pyplot.Figure()
     axes = figure.add_subplot()
     axes.plot([2.9976, 2.9976 + 2e-11], [1.13, 1.14])
-    scale(axes, "x", [2.9976, 2.9976 + 2e-11], digits=2)
-    scale(axes, "y", [1.13, 1.14], digits=3)
+    scale(axes, "x", [2.9976, 2.9976 + 2e-11], claim=True)
+    scale(axes, "y", [1.13, 1.14])
     assert ticks(figure) == (["3"], "") and ticks(figure, "y") == (["1.13", "1.14"], "")
     low, high = axes.get_xlim()
     assert low < 2.7 and high > 3.2
@@ -120,7 +124,7 @@ def test_configurations_at_one_epsilon_have_labels_of_their_own():
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert len(set(names)) == 9 and names[-1] == "lr=0.4 · epochs=10 (2 runs)"
-    assert figure.get_suptitle() == "Test accuracy at ε = 3" and "target ε=3" in figure.get_supxlabel()
+    assert figure.get_suptitle() == "Test accuracy at ε = 3" and "target ε=3" in notes(figure)
     drawn = sorted(x for points in lines(axes).values() for x, _ in points)
     assert drawn == pytest.approx(sorted(frame.groupby("configuration")["test_accuracy"].mean()))
 
@@ -174,6 +178,7 @@ def test_ticks_and_legends_are_short():
     frame = trials(*grid_of(**{"optimizer.lr": [0.1, 1.64562, 25.6789], "privacy.epsilon": [1.64412, 8]}))
     figure = against(frame, "optimizer.lr")
     assert ticks(figure) == (["0.1", "1.65", "25.7"], "")
+    assert ticks(frontier(frame)) == (["1.65", "8"], "")
     assert sorted(legend(figure)) == ["target ε=1.65", "target ε=8"]
     near = trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "privacy.epsilon": [1.64412, 1.64562]}))
     assert sorted(legend(against(near, "optimizer.lr"))) == ["target ε=1.64412", "target ε=1.64562"]
@@ -185,7 +190,7 @@ def test_what_moves_along_with_the_parameter_is_told():
     frame = trials(*({"optimizer.lr": lr, "sampling.expected_batch_size": 10 * lr} for lr in (1, 2, 4)))
     for key, other in (("optimizer.lr", "expected_batch_size"), ("sampling.expected_batch_size", "lr")):
         figure = against(frame, key)
-        assert f"following: {other}." in figure.get_supxlabel().replace("\n", " ")
+        assert f"following: {other}." in notes(figure).replace("\n", " ")
         assert [axes.get_xlabel() for axes in figure.axes] == [key, key]
     with pytest.raises(NotDrawn, match="into 4 panels"):
         against(trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "sampling.epochs": [*range(1, 31)]})), "optimizer.lr")
@@ -206,7 +211,7 @@ def test_what_the_knob_does_not_depend_on_is_one_line():
     frame = trials(*grid_of((0, 1), **{"privacy.epsilon": [1, 2], "optimizer.lr": [1, 2, 4]}))
     figure = needed(frame)
     assert [[*map(list, line.get_data())] for line in figure.axes[0].lines] == [[[1, 2], [5, 2.5]]]
-    assert "The same for every lr." in figure.get_supxlabel() and not figure.legends
+    assert "The same for every lr." in notes(figure) and not legend(figure)
 
 
 def test_progress_shows_every_training_of_a_configuration():
@@ -218,7 +223,7 @@ def test_progress_shows_every_training_of_a_configuration():
     ]  # fmt: skip
     colours = [line.get_color() for line in axes.lines]
     assert colours[0] == colours[1] != colours[2] and legend(figure) == ["lr=1 (2 runs)", "lr=2 (1 run)"]
-    assert figure.get_supxlabel() == "Fixed: a\nThe 2 best of 5 configurations."
+    assert notes(figure) == "Fixed: a\nThe 2 best of 5 configurations."
 
 
 # Of one run
