@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from pandas import DataFrame, to_numeric
 
@@ -99,13 +100,13 @@ def styles_of(labels_: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def finish(figure: Figure, title: str, *notes: str, columns: int = 2) -> None:
-    """Adds a title, and below the panels the notes, such as the fixed settings, and one legend of all labelled lines."""
+    """Adds a title, and below the panels notes, such as the fixed settings, and one legend of all labelled lines."""
     found = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.suptitle(title)
-    below = figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize="small")
-    below.set_title("\n".join(filter(None, notes)), {"size": "x-small"})
+    below = figure.legend([*found.values()], [*found], loc="outside lower center", ncols=columns, fontsize="small")
+    below.set_title("\n".join(filter(None, notes)), FontProperties(size="x-small"))
     below.set_frame_on(False)
 
 
