@@ -95,7 +95,8 @@ def short_name(overrides: Sequence[str], swept: Set[str]) -> str:
     shown = [word for word in overrides if not word.startswith(_NOT_IN_NAMES) and not word.endswith("=null")]
     shown.sort(key=lambda word: (_key(word) not in swept, _key(word).startswith(_SHARED), _key(word) == "seed"))
     short = [_in_short(_key(word), word.partition("=")[2]) for word in shown]
-    names = [one if short.count(one) == 1 else word for one, word in zip(short, shown, strict=True)]
+    keys = [one.partition("=")[0] for one in short]
+    names = [one if keys.count(key) == 1 else word for one, key, word in zip(short, keys, shown, strict=True)]
     return without_passwords(", ".join(names))[:MAX_NAME]
 
 

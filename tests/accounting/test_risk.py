@@ -189,7 +189,7 @@ def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     assert result["risk"] == expected and result["epsilon"]["pld"] > 0
     client = store_of(output.parents[2])
     (run,) = client.search_runs(["1"])
-    assert {name: run.data.metrics[name] for name in FIGURES} == expected
+    assert {name: run.data.metrics[f"with {name}"] for name in FIGURES} == expected
     assert run.data.metrics["tried tpr"] <= 1.01 and "epsilon" in run.data.metrics
     assert "which costs TPR at FPR 0.01 = 0.0" in printed and f"In words: {in_words(expected)}" in printed
     card = (output / "card.md").read_text()

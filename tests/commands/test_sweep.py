@@ -22,6 +22,7 @@ import dpexp
 from dpexp.accounting.composition import log_moments
 from dpexp.accounting.ledger import concatenate, ledger_so_far, read_ledger
 from dpexp.accounting.multiple_runs import ORDERS, draw_repetitions, run_rdp, selection_epsilon, worst_case_rdp
+from dpexp.accounting.rounding import up
 from dpexp.commands import train
 
 QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
@@ -76,9 +77,11 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store):
     assert {row["run_id"] for row in rows} == {run.info.run_id for run in trials}
     means = {z: np.mean([float(row["test_accuracy"]) for row in rows if float(row["noise_multiplier"]) == z])
              for z in (2, 4)}  # fmt: skip
-    best = max(means, key=means.get)
-    assert f"Best: **z={best} (mean of 2 runs, 95 % interval" in store.note()
-    assert f"test accuracy {means[best]:.2%}" in store.note()
+    spent = {z: max(float(row["epsilon"]) for row in rows if float(row["noise_multiplier"]) == z) for z in (2, 4)}
+    for z, mean in means.items():
+        assert f"Test accuracy {mean:.2%} at ε = {up(spent[z], 2)} (mean of 2 runs, " in store.note()
+        assert parent.data.metrics[f"test_accuracy at ε {up(spent[z], 2)}"] == pytest.approx(mean)
+    assert "Best" not in store.note() and "test_accuracy" not in parent.data.metrics, "more ε always wins"
     ledgers = [*map(read_ledger, ledgers_in(tmp_path))]
     assert len(ledgers) == 4
     costs = parent.data.metrics
@@ -312,7 +315,16 @@ def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, 
     costs = parent.data.metrics
     assert costs["with selection private_selection_epsilon"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-12)
     assert costs["with selection single_run_epsilon"] < costs["with selection private_selection_epsilon"]
-    assert "private selection" in store.note()
+    note, metrics = store.note(), parent.data.metrics
+    both = (metrics["with selection all_runs_epsilon"], "covers all that was printed and logged of them"), (
+        metrics["with selection private_selection_epsilon"], "covers the best trial alone, for those who see nothing"
+    )  # fmt: skip
+    at = [note.index(f"ε = {up(cost, 3)} (") for cost, _ in sorted(both)]
+    assert at == sorted(at) and all(words in note for _, words in both), "the smaller one first"
+    best = max(trials, key=lambda run: run.data.metrics["test_accuracy"]).data.metrics
+    assert {name: metrics[name] for name in ("test_accuracy", "epsilon")} == {
+        name: pytest.approx(best[name]) for name in ("test_accuracy", "epsilon")
+    }
 
     monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", refused_when_resumed)
     dpexp_job(*sweep)
@@ -344,7 +356,7 @@ def test_selection_costs_the_worst_case_of_the_grid_whatever_was_drawn(dpexp_job
     sweep = (*SELECT, "hydra.sweeper.mean=1", "privacy.noise_multiplier=1,8")
     dpexp_job(*sweep)
     (parent,), (trial,) = store.parents(), store.trials("FINISHED")
-    assert trial.data.metrics["noise_multiplier"] == 8
+    assert trial.data.metrics["with noise_multiplier"] == 8
     price = parent.data.metrics["with selection private_selection_epsilon"]
     assert price == pytest.approx(selected_geometrically(1.0, 512 / 1437, 3, 1.0, 1e-4), rel=1e-9)
     assert price > 10 * parent.data.metrics["with selection single_run_epsilon"]
