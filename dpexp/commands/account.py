@@ -1,7 +1,6 @@
 """`python -m dpexp account`: what ledgers, all runs on a data set, or the choice among a sweep's trials cost."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -347,7 +346,7 @@ def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str
         sentences.append(f"ε = {up(costs['all_runs_epsilon'], 3)} (all private trials composed{begun}) covers {covers}")
     except ConfigError as error:
         sentences.append(f"the trials cannot be composed: {error}")
-    if costs.get("private_selection_epsilon", 0.0) >= costs.get("all_runs_epsilon", math.inf):
+    if costs.get("private_selection_epsilon", 0.0) >= costs.get("all_runs_epsilon", np.inf):
         sentences.reverse()  # the smaller one first
     return costs, f"At δ = {up(at, 4)}, adjacency {adjacencies.pop()}: " + "; ".join(sentences) + "."
 

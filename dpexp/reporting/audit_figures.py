@@ -9,8 +9,6 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rounding import down, up
 from dpexp.accounting.tradeoff import type_two_errors
 
-_MIN_RATE = 1e-3  # of logarithmic axes
-
 
 def audit_figure(audit: Audit, ledger: Ledger, claim: str, accountant: str = "pld") -> Figure:
     """Left: the claimed trade-off curve of the attacked rounds, and the attacker's errors; right: their claimed ε and
@@ -43,7 +41,7 @@ def audit_figure(audit: Audit, ledger: Ledger, claim: str, accountant: str = "pl
 
 
 def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
-    alpha = np.concatenate([np.geomspace(_MIN_RATE / 2, 0.02, 60), np.linspace(0.02, 1, 200)])
+    alpha = np.concatenate([np.geomspace(5e-4, 0.02, 60), np.linspace(0.02, 1, 200)])
     curve = type_two_errors(ledger, alpha.tolist(), accountant)
     counts = audit.canaries / 2
     off = 2.6 * np.sqrt(np.maximum(curve * (1 - curve), 1 / counts) / counts)

@@ -157,12 +157,8 @@ class Best:
     margin: float
     tied: list[str]
 
-    @property
-    def label(self) -> str:
-        return self.row["label"] or "the only configuration"
-
     def __str__(self) -> str:
-        return f"{self.label} ({self.certainty})"
+        return f"{self.row['label']} ({self.certainty})"
 
     @property
     def certainty(self) -> str:

@@ -55,8 +55,8 @@ def metric_of(knob: str) -> str:
 
 
 def value_of(metrics: Mapping[str, float], name: str) -> float | None:
-    """A metric, figure or calibrated parameter of a run; figures of earlier versions have no prefix."""
-    return next((metrics[key] for key in (name, WITH + metric_of(name), metric_of(name)) if key in metrics), None)
+    """A metric, figure or calibrated parameter of a run."""
+    return metrics.get(name, metrics.get(WITH + metric_of(name)))
 
 
 def one_line(error: BaseException) -> str:

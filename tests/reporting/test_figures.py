@@ -18,6 +18,7 @@ from dpexp.accounting.rounding import down, up
 from dpexp.reporting.audit_figures import audit_figure
 from dpexp.reporting.run_figures import class_counts, epsilon_over_rounds, trade_off
 from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, scale, swept_numbers
+from dpexp.reporting.terminal import print_audit
 from tests.trials import TWIN, trials
 
 
@@ -305,6 +306,16 @@ def test_a_figure_has_a_title_and_understates_no_epsilon(name):
     figure = draw()
     assert figure.get_suptitle() or all(axes.get_title() for axes in figure.axes)
     assert not understated(figure, claim)
+
+
+def test_an_audit_prints_the_jobs_claim_first(capsys):
+    """It used to print 7.153 of the attacked rounds and 2.999 of the job as two claims."""
+    found = audited()
+    print_audit(found, 2.99849, 1e-5)
+    printed = " ".join(capsys.readouterr().out.split())
+    attacked = found.bounds[0].claimed
+    assert printed.startswith("The job claims ε = 2.999 at δ = 1e-05. Its noise is attacked in rounds of all records, ")
+    assert f"for which ε = {up(attacked, 4)} would be claimed: sampling, which is tested by itself" in printed
 
 
 def test_a_shown_lower_bound_is_one():
