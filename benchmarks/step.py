@@ -273,7 +273,7 @@ model, or cannot run.
 torch {torch}, opacus {opacus}, {device}
 """
 COLUMNS = (
-    "", "B", "plain, ms", "dpexp", COMPILED, "(before; goal)", HOOKS, GHOST, "compiled to plain, rows at once",
+    "", "B", "plain, ms", "dpexp", COMPILED, HOOKS, GHOST, "compiled to plain, rows at once",
     "compiled to plain, compiled", "pass alone, ms: graph, compiled", "compiling, s", "pays after rounds",
     "beginning, s: plain, dpexp, compiled",
 )  # fmt: skip
@@ -284,8 +284,7 @@ def row(name: str, results: Results) -> str:
     theirs = [ratio(results, way) + (f" ({work.differs})" if work.differs else "") for way in (HOOKS, GHOST)]
     beginning = ", ".join(f"{mean(results, way, 'before'):.2f}" for way in ("plain", "dpexp", COMPILED))
     peaks = ", ".join(f"{mean(results, way, 'peak'):.0f}" for way in WAYS).replace("nan", "–")
-    aims = f"({work.was}; {work.goal})" if work.goal else ""
-    own = [f"{1000 * mean(results, 'plain'):.2f}", ratio(results, "dpexp"), ratio(results, COMPILED), aims]
+    own = [f"{1000 * mean(results, 'plain'):.2f}", ratio(results, "dpexp"), ratio(results, COMPILED)]
     others = [ratio(results, COMPILED, to).partition(" ±")[0] for to in (AT_ONCE, PLAIN_COMPILED)]
     return line(work.title, f"{work.batch}", *own, *theirs, *others, *compiling(results), beginning, peaks)
 
@@ -303,9 +302,6 @@ def draw(everything: dict[str, Results], path: Path) -> None:
         heights = [mean(results, way) / mean(results, "plain") for results in everything.values()]
         bars = axes.bar([k + (i - 1.5) / 5 for k in range(len(heights))], heights, 0.19, label=way)
         axes.bar_label(bars, ["" if math.isnan(h) else f"{h:.1f}" for h in heights], fontsize="x-small")
-    goals = [WORKLOADS[name].goal or math.nan for name in everything]
-    left = [k - 0.2 for k in range(len(goals))]
-    axes.hlines(goals, left, [x + 0.2 for x in left], color="black", linewidth=1.5, label="goal of dpexp")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(everything)), list(everything))
     axes.set_yticks(ticks := [0.5, 1, 2, 5, 10, 20, 50, 100], map(str, ticks))

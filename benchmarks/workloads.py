@@ -105,15 +105,11 @@ def masked(shorter: bool) -> Data:
 
 @dataclass(frozen=True)
 class Workload:
-    """`was` and `goal` are dpexp's ratios: of the version before this table, and what is aimed at."""
-
     title: str
     build: Callable[[], nn.Module]
     data: Data
     batch: int  # B
     rounds: int = 100
-    was: float | None = None
-    goal: float | None = None
     opacus: Callable[[], nn.Module] | None = None  # what it is given instead, and how that differs
     differs: str = ""
     batches: int = 50  # of B, in the data set
@@ -121,22 +117,22 @@ class Workload:
 
 IDS = ("position_ids", "token_type_ids")
 WORKLOADS: dict[str, Workload] = {
-    "logistic": Workload("logistic 784-10", lambda: dense(784, 10), vectors(784), 256, 200, 3.6, 1.0),
-    "probe": Workload("linear probe 384-10", lambda: dense(384, 10), vectors(384), 1024, 100, 1.7, 0.55),
-    "tabular": Workload("MLP 14-64-64-2", lambda: dense(14, 64, 64, 2), vectors(14, classes=2), 256, 200, 4.8, 1.0),
-    "mlp": Workload("MLP 784-1000-10", lambda: dense(784, 1000, 10), vectors(784), 512, 100, 1.6, 1.35),
-    "cnn": Workload("CNN, 28×28", lambda: cnn([1, 28, 28], 10), vectors(1, 28, 28), 256, 100, 1.72, 1.0),
+    "logistic": Workload("logistic 784-10", lambda: dense(784, 10), vectors(784), 256, 200),
+    "probe": Workload("linear probe 384-10", lambda: dense(384, 10), vectors(384), 1024, 100),
+    "tabular": Workload("MLP 14-64-64-2", lambda: dense(14, 64, 64, 2), vectors(14, classes=2), 256, 200),
+    "mlp": Workload("MLP 784-1000-10", lambda: dense(784, 1000, 10), vectors(784), 512, 100),
+    "cnn": Workload("CNN, 28×28", lambda: cnn([1, 28, 28], 10), vectors(1, 28, 28), 256, 100),
     "lstm": Workload(
-        "LSTM 2×128, T 32", Recurrent, vectors(32, 64), 64, 60, 2.3, 1.8, lambda: Recurrent(DPLSTM), "its own DPLSTM"
+        "LSTM 2×128, T 32", Recurrent, vectors(32, 64), 64, 60, lambda: Recurrent(DPLSTM), "its own DPLSTM"
     ),
-    "bert": Workload("BERT 2×64, T 64", bert, masked(False), 32, 60, 1.9, 1.15, lambda: bert(*IDS), "all ids given"),
+    "bert": Workload("BERT 2×64, T 64", bert, masked(False), 32, 60, lambda: bert(*IDS), "all ids given"),
     "padded": Workload("the same, padded", bert, masked(True), 32, 60, opacus=lambda: bert(*IDS), differs="likewise"),
     "gpt2": Workload(
-        "GPT-2 2×128, T 64", gpt2, texts, 16, 60, 1.75, 1.15, lambda: gpt2(IDS[0], tied=False), "untied, all ids given"
+        "GPT-2 2×128, T 64", gpt2, texts, 16, 60, lambda: gpt2(IDS[0], tied=False), "untied, all ids given"
     ),
-    "llama": Workload("Llama 2×128, T 64", llama, texts, 16, 60, 1.85, 1.25),
-    "lora": Workload("the same, LoRA", lambda: llama(lora=True), texts, 16, 60, 1.54, 1.05),
-    "wrn": Workload("WRN-16-2, 32×32", lambda: wide_resnet(False), vectors(3, 32, 32), 32, 20, 1.54, 1.45),
+    "llama": Workload("Llama 2×128, T 64", llama, texts, 16, 60),
+    "lora": Workload("the same, LoRA", lambda: llama(lora=True), texts, 16, 60),
+    "wrn": Workload("WRN-16-2, 32×32", lambda: wide_resnet(False), vectors(3, 32, 32), 32, 20),
     "wrn_ws": Workload("the same, standardized", lambda: wide_resnet(True), vectors(3, 32, 32), 32, 20),
     "wide": Workload("MLP 784-4096-10", lambda: dense(784, 4096, 10), vectors(784), 4096, 4, batches=4),
 }

@@ -24,6 +24,7 @@ from scipy.stats import t as student
 from dpexp.accounting.accountants import delta, epsilon, guarantee
 from dpexp.accounting.composition import Array
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.rounding import down, up
 from dpexp.accounting.tradeoff import lines
 
 POWER = 0.95  # the probability with which an error of the size `Check.detectable` is found
@@ -48,8 +49,8 @@ class Check:
 
     def message(self) -> str:
         """What is refuted."""
-        side = "at most" if self.limit < self.planned else "at least"
-        return f"the {self.name} is {side} {self.limit:.4g}, and {self.planned:.4g} was planned"
+        limit = f"at most {up(self.limit, 4)}" if self.limit < self.planned else f"at least {down(self.limit, 4)}"
+        return f"the {self.name} is {limit}, and {self.planned:.4g} was planned"
 
 
 def noise_scale(noise: Array, level: float) -> Check:
@@ -180,7 +181,8 @@ def inverse_of(ledger: Ledger, accountant: str = "pld") -> Inverse:
 
 
 class LowerBound(NamedTuple):
-    """The claimed ε at one δ, and lower bounds on the true ε: without assumptions, and if canaries are independent."""
+    """At one δ, the ε claimed for the attacked rounds, and lower bounds on it: without assumptions, and if canaries are
+    independent."""
 
     delta: float
     claimed: float
@@ -244,7 +246,7 @@ class Audit:
         for bound in self.bounds:
             at = f"delta_{bound.delta:g}"
             found |= {
-                f"epsilon_claimed/{at}": bound.claimed,
+                f"epsilon_of_attacked_rounds/{at}": bound.claimed,
                 f"epsilon_lower_bound/{at}": bound.found,
                 f"epsilon_lower_bound_if_independent/{at}": bound.if_independent,
             }
@@ -254,16 +256,17 @@ class Audit:
     def exceeded(self) -> list[str]:
         """The refuted claims, as messages."""
         found = [
-            f"at δ = {bound.delta:g} ε is at least {value:.4g}{assumption}, and {bound.claimed:.4g} was claimed"
+            f"at δ = {up(bound.delta, 4)} ε of the attacked rounds is at least {down(value, 4)}{assumption}, and "
+            f"{up(bound.claimed, 4)} was claimed"
             for bound in self.bounds
             for value, assumption in ((bound.found, ""), (bound.if_independent, " if canaries are independent"))
             if value > bound.claimed
         ]
         if min(self.p, self.p_independent) < 1 - self.confidence or self.mu_refuted:
             found.append(
-                f"the attacker is right more often than the claimed trade-off allows (p = {self.p:.2g}, or if canaries "
-                f"are independent {self.p_independent:.2g}; μ = {self.mu_estimate:.3g} was found, at "
-                f"least {self.mu_bound_if_independent:.3g} if they are, and {self.mu_claimed:.3g} claimed)"
+                f"the attacker is right more often than the claimed trade-off allows (p = {up(self.p, 2)}, or if "
+                f"canaries are independent {up(self.p_independent, 2)}; μ = {self.mu_estimate:.3g} was found, at "
+                f"least {down(self.mu_bound_if_independent, 3)} if they are, and {up(self.mu_claimed, 3)} claimed)"
             )
         return found + [check.message() for check in self.checks if check.refuted]
 

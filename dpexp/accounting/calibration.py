@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def solve(
         found = search.around(near, cheap, costly, step)
     if found is None:
         value, cost = min(search.trace, key=lambda probe: probe[1])
-        best = ", ".join(f"{name}={figure:.4g}" for name, figure in target.figures(cost).items())
+        best = ", ".join(f"{name}={up(figure, 4)}" for name, figure in target.figures(cost).items())
         raise ConfigError(
             f"{target} cannot be reached by calibrate={knob}: the best is {best}, at {knob}={value:.4g}; choose a "
             "weaker target, or change another parameter."

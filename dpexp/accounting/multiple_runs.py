@@ -28,6 +28,7 @@ from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.releases import MIN_AMPLIFIED_Z, releases
+from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
 
 
@@ -53,7 +54,7 @@ class Budget:
         return GaussianMechanism(math.sqrt(2 * rho / self.order)).epsilon(self.delta) if rho > 0 else 0.0
 
     def __str__(self) -> str:
-        return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
+        return f"ε = {up(self.epsilon, 6)} at δ = {up(self.delta, 6)}"
 
 
 def budget(config: Any) -> Budget:
@@ -81,8 +82,8 @@ def budget(config: Any) -> Budget:
     found = Budget(epsilon, delta, order)
     if found.limit <= 0:
         raise ConfigError(
-            f"privacy.budget={{epsilon: {epsilon:g}, delta: {delta:g}}} allows nothing at Rényi order {order:g}, where "
-            f"δ alone takes ε = {_conversion(order, delta):.3g}; choose a higher order or a larger ε."
+            f"privacy.budget={config} allows nothing at Rényi order {order:g}, where δ alone takes ε = "
+            f"{up(_conversion(order, delta), 3)}; choose a higher order or a larger ε."
         )
     return found
 

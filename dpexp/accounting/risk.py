@@ -17,6 +17,7 @@ from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.coverage import check_advantage, check_bound, check_delta, check_tpr
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import releases
+from dpexp.accounting.rounding import up
 from dpexp.accounting.tradeoff import advantage, gaussian_bound, regret, true_positives
 from dpexp.errors import ConfigError
 
@@ -109,7 +110,7 @@ class Epsilon:
     name = "epsilon"
 
     def __str__(self) -> str:
-        return f"privacy.epsilon={self.limit:g} at privacy.delta={self.delta:g}"
+        return f"privacy.epsilon={up(self.limit, 6)} at privacy.delta={up(self.delta, 6)}"
 
     def check(self, accountant: str) -> None:
         check_delta(self.delta)

@@ -19,9 +19,10 @@ from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete
 from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon
 from dpexp.accounting.releases import applicable_accountants, unamplified
 from dpexp.accounting.risk import risk
+from dpexp.accounting.rounding import up
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
-from dpexp.reporting.wording import in_words, up
+from dpexp.reporting.wording import in_words
 
 if TYPE_CHECKING:  # their modules import MLflow, which takes seconds
     from pandas import DataFrame
@@ -336,16 +337,17 @@ def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str
         )
     if facts.get("selects"):
         sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
+    covers = "all that was printed and logged of them" if facts.get("selects") else "any choice among them"
     try:
         costs["all_runs_epsilon"] = epsilon(concatenate(list(every.values())), at)
         early = sum(ledger.incomplete for ledger in every.values())
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
         begun += f", {early} with a ledger that ends early" if early else ""
-        sentences.append(
-            f"ε = {up(costs['all_runs_epsilon'], 3)} (all private trials composed{begun}) covers any choice among them"
-        )
+        sentences.append(f"ε = {up(costs['all_runs_epsilon'], 3)} (all private trials composed{begun}) covers {covers}")
     except ConfigError as error:
         sentences.append(f"the trials cannot be composed: {error}")
+    if costs.get("private_selection_epsilon", 0.0) >= costs.get("all_runs_epsilon", np.inf):
+        sentences.reverse()  # the smaller one first
     return costs, f"At δ = {up(at, 4)}, adjacency {adjacencies.pop()}: " + "; ".join(sentences) + "."
 
 
@@ -362,8 +364,8 @@ def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, fact
         np.array(facts["worst_case_rdp"]), costs["delta"], mean, shape
     )
     return (
-        f"ε = {up(costs['private_selection_epsilon'], 3)} (private selection) may be claimed for the best trial, if "
-        "the others and their number stay secret"
+        f"ε = {up(costs['private_selection_epsilon'], 3)} (private selection) covers the best trial alone, for "
+        "those who see nothing of what was printed and logged of the others, not even their number"
     )
 
 

@@ -11,6 +11,7 @@ from dpexp._lightning_compat import pl
 from dpexp.accounting.auditing import Audit, level_of_checks
 from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.rounding import up
 from dpexp.commands.build import accountants, add_optimizer, make, module_of
 from dpexp.commands.trainer import callback_for, trainer_for
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
@@ -24,14 +25,14 @@ from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
 FOLDER = "audit"  # in the job's folder
 
 
-def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Figure]:
+def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float) -> tuple[Audit, Figure]:
     """Trains two variants of a job's plan with canaries, one without sampling and one with almost no noise.
 
     What they release in the canaries' coordinates is tested against the claim of the first variant's ledger. The models
     are discarded.
 
     Returns:
-        the results, and their figure.
+        the results, and their figure, with the ε `claimed` for the job.
     """
     cfg, folder = _training_only(cfg), output / FOLDER
     folder.mkdir(exist_ok=True)
@@ -50,7 +51,7 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit,
         attack.scores(canaries.count), canaries.included, ledger, deltas, accountant, cfg.audit.confidence,
         canaries.middle, [*attack.checks(level), *contributions.checks(level)],
     )  # fmt: skip
-    return found, audit_figure(found, ledger, accountant)
+    return found, audit_figure(found, ledger, f"ε = {up(claimed, 4)} at δ = {up(cfg.privacy.delta, 4)}", accountant)
 
 
 def _train_with_canaries(
@@ -90,5 +91,5 @@ def _silent_trainer(cfg: DictConfig, plan: PrivacyPlan, privacy: PrivacyCallback
     callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
     for callback in callbacks:
         if isinstance(callback, RoundBar):
-            callback.shows_values = False
+            callback.purpose = "audit"  # whose ε is not the job's
     return trainer

@@ -22,6 +22,7 @@ from dpexp._lightning_compat import pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
+from dpexp.accounting.rounding import up
 from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.normalization import PrivateBatchNorm
@@ -323,7 +324,8 @@ def _refuse_non_private_weights(cfg: DictConfig) -> None:
 def spent_before(origin: Mapping[str, str]) -> list[str]:
     """(ε, δ) of the earlier private trainings on the same records that a job's initial weights come from."""
     before = (one.split("/") for one in origin["spent"].split())
-    return [f"ε = {epsilon}, δ = {delta}" for data, epsilon, delta, _ in before if data == origin["data"]]
+    claims = [(float(epsilon), float(delta)) for data, epsilon, delta, _ in before if data == origin["data"]]
+    return [f"ε = {up(epsilon, 4)}, δ = {up(delta, 4)}" for epsilon, delta in claims]
 
 
 def weights_metadata(cfg: DictConfig) -> dict[str, str]:

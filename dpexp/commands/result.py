@@ -54,11 +54,11 @@ def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any])
 
 def objective_of(metrics: dict[str, float], name: str) -> float | None:
     """The objective of a finished MLflow run, from its metrics."""
-    from dpexp.tracking.client import CALIBRATED_METRIC
+    from dpexp.tracking.client import value_of
 
     if name == "epsilon":
         return metrics.get("epsilon", metrics.get("epsilon_planned"))
-    return metrics.get(name, metrics.get(CALIBRATED_METRIC.get(name, "")))
+    return value_of(metrics, name)
 
 
 def result_of(

@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, SamplingEvent
 from dpexp.accounting.risk import Epsilon
+from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.table_ranges import TableRanges
 from dpexp.reporting.terminal import console
-from dpexp.reporting.wording import up
 from dpexp.training.data.raw import rows_of, texts_of
 from dpexp.training.data.tables import KINDS, numbers_of, read_schema
 
@@ -137,8 +137,8 @@ def _released(cfg: Any, path: str, person: str) -> dict[str, Any]:
     for name, (low, high) in zip(ranges, step.ranges(total, sigma), strict=True):
         columns[name]["min"], columns[name]["max"] = low, high
     console.print(
-        f"The number of rows and {len(ranges)} ranges were released with ε = {up(spent, 4)}, δ = {cfg.delta:g}, for "
-        f"adding or removing one row; every job with this schema accounts for it. Ledger: {ledger_path}",
+        f"The number of rows and {len(ranges)} ranges were released with ε = {up(spent, 4)}, δ = {up(cfg.delta, 4)}, "
+        f"for adding or removing one row; every job with this schema accounts for it. Ledger: {ledger_path}",
         soft_wrap=True,
     )
     content["rows"] = max(1, math.floor(float(total[0])))

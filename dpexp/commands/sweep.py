@@ -185,7 +185,7 @@ _sweep: "Sweep | None" = None  # the tracked sweep that runs in this process
 
 class Sweep:
     def __init__(self, config: DictConfig) -> None:
-        from dpexp.tracking.provenance import swept_keys, without_passwords
+        from dpexp.tracking.provenance import short_name, swept_keys, without_passwords
         from dpexp.tracking.sweep_run import SweepRun
 
         sweeper = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
@@ -195,8 +195,7 @@ class Sweep:
         content = [overrides, sweeper, OmegaConf.to_container(own, resolve=False)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         swept = swept_keys(overrides, config.hydra.sweeper)
-        varied_first = sorted(overrides, key=lambda override: override.lstrip("+").partition("=")[0] not in swept)
-        name = question or without_passwords(", ".join(varied_first)) or "sweep"
+        name = question or short_name(overrides, swept) or "sweep"
         selects = str(config.hydra.runtime.choices.get("hydra/sweeper")) == "private_selection"
         facts = {
             "question": question,
@@ -220,7 +219,7 @@ class Sweep:
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
         from dpexp.commands.account import cost_of_choice
         from dpexp.reporting import terminal
-        from dpexp.reporting.comparisons import best_of_trials
+        from dpexp.reporting.comparisons import best_of_trials, described
 
         frame = self.parent.trials()
         if has_failed and frame.empty and not self.parent.resumed:
@@ -228,16 +227,13 @@ class Sweep:
             return
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
         costs, sentence = cost_of_choice(frame, self.parent.ledgers(), self.parent.facts)
-        best = None if frame.empty else best_of_trials(frame)
+        tops = {} if frame.empty else best_of_trials(frame)
         lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
-        if best is not None:
-            lines.append(f"Best: **{best['name']}**, test accuracy {best['test_accuracy']:.2%}.")
-        lines += [sentence, ""]
+        lines += [*described(tops, "**"), sentence, ""]
         lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]
         status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
-        metrics = {f"selection/{key}": value for key, value in costs.items()}
-        self.parent.conclude(frame, metrics, "\n".join(lines), status, self._output)
-        terminal.print_sweep(frame, failed, best, costs, sentence, self.parent.address)
+        self.parent.conclude(frame, tops, costs, "\n".join(lines), status, self._output)
+        terminal.print_sweep(frame, failed, described(tops), sentence, self.parent.address)
 
 
 def under_way() -> bool:

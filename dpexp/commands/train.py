@@ -145,8 +145,9 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         if plan is not None and cfg.audit is not None:
             from dpexp.commands.audit import audit_plan
 
-            found, figure = audit_plan(cfg, plan, output)
-            terminal.print_audit(found)
+            claimed = next(iter(result["epsilon"].values()))
+            found, figure = audit_plan(cfg, plan, output, claimed)
+            terminal.print_audit(found, claimed, cfg.privacy.delta)
             figure.savefig(output / "audit.png", dpi=150)
             result["audit"], refuted = found.summary(), "; ".join(found.exceeded)
         result["mlflow_run_id"] = tracked.run_id if tracked else None

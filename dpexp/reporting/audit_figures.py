@@ -1,58 +1,52 @@
 """Figures of audits: the attacker's errors and the claimed trade-off curve."""
 
-import math
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.rounding import down, up
 from dpexp.accounting.tradeoff import type_two_errors
 
-_MIN_RATE = 1e-3  # of logarithmic axes
 
-
-def audit_figure(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
-    """Left: the claimed trade-off curve and the attacker's errors; right: the claimed ε and its lower bounds by δ.
+def audit_figure(audit: Audit, ledger: Ledger, claim: str, accountant: str = "pld") -> Figure:
+    """Left: the claimed trade-off curve of the attacked rounds, and the attacker's errors; right: their claimed ε and
+    its lower bounds by δ. The job's `claim` stands above: it is another, since all records are in the attacked rounds.
 
     If the claim is true, the points lie above the curve or, by sampling error, in the grey band.
     """
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
     _errors(left, audit, ledger, accountant)
     places = np.arange(len(audit.bounds))
-    for k, (label, values, color) in enumerate((
-        ("claimed", [b.claimed for b in audit.bounds], "C0"),
-        ("at least, if canaries are independent", [b.if_independent for b in audit.bounds], "C1"),
-        ("at least", [b.found for b in audit.bounds], "C3"),
+    for k, (label, values, color, rounded) in enumerate((
+        ("claimed", [b.claimed for b in audit.bounds], "C0", up),
+        ("at least, if canaries are independent", [b.if_independent for b in audit.bounds], "C1", down),
+        ("at least", [b.found for b in audit.bounds], "C3", down),
     )):  # fmt: skip
         bars = right.bar(places + (k - 1) * 0.28, values, 0.26, color=color, alpha=0.8, label=label)
-        right.bar_label(bars, [f"{value:.2g}" if value else "0" for value in values], fontsize="x-small")
-    right.set_xticks(places, [f"{bound.delta:g}" for bound in audit.bounds])
-    right.set(xlabel="δ", ylabel=f"ε, bounds together at {100 * audit.confidence:g}%")
+        right.bar_label(bars, [rounded(value, 2) for value in values], fontsize="x-small")
+    right.set_xticks(places, [up(bound.delta, 4) for bound in audit.bounds])
+    right.set(xlabel="δ", ylabel="ε", title=f"ε of these rounds; bounds together at {100 * audit.confidence:g}%")
     right.legend(fontsize="small")
+    left.set_title(f"Attacked: its noise in {ledger.training_rounds} rounds of all records")
+    verdict = "refuted" if audit.exceeded else "not refuted"
     figure.suptitle(
-        f"{audit.canaries} canaries, {audit.included} of them included; "
-        f"{audit.right / audit.canaries:.1%} guessed right. "
-        f"μ claimed {audit.mu_claimed:.3g}, found {audit.mu_estimate:.3g} ± {audit.mu_error:.2g}"
-        + (": the claim is refuted" if audit.exceeded else ""),
-        fontsize="small",
-    )  # fmt: skip
+        f"Audit of the job's claim of {claim}: {verdict}\n"
+        f"{audit.canaries} canaries, {audit.right / audit.canaries:.1%} guessed right; "
+        f"μ claimed {up(audit.mu_claimed, 3)}, found {audit.mu_estimate:.3g} ± {audit.mu_error:.2g}"
+    )
     return figure
 
 
 def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
-    alpha = np.concatenate([np.geomspace(_MIN_RATE / 2, 0.02, 60), np.linspace(0.02, 1, 200)])
+    alpha = np.concatenate([np.geomspace(5e-4, 0.02, 60), np.linspace(0.02, 1, 200)])
     curve = type_two_errors(ledger, alpha.tolist(), accountant)
     counts = audit.canaries / 2
     off = 2.6 * np.sqrt(np.maximum(curve * (1 - curve), 1 / counts) / counts)
     axes.fill_between(alpha, curve - off, curve, color="lightgrey", label="sampling error")
     axes.plot(alpha, curve, color="C0", label=f"claimed: no attacker below (by {accountant})")
-    if math.isfinite(audit.mu_estimate):
-        axes.plot(alpha, ndtr(ndtri(1 - alpha) - audit.mu_estimate), color="C1", linestyle="--", linewidth=1,
-                  label=f"Gaussian with the estimated μ, {audit.mu_estimate:.3g}")  # fmt: skip
     axes.plot(*audit.errors.T, ".", color="C3", markersize=4, label="the attacker, by threshold")
     axes.plot(alpha, 1 - alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
     axes.set(xlabel="type I error: guessed included, was not", ylabel="type II error: was included, guessed not",

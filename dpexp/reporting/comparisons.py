@@ -3,17 +3,19 @@
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pandas import DataFrame, Series
 
+from dpexp.accounting.rounding import up
+
 CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
-EPSILON, Z = "privacy.epsilon", "privacy.noise_multiplier"
+EPSILON, DELTA, Z = "privacy.epsilon", "privacy.delta", "privacy.noise_multiplier"
 DRAW = "draw"  # number of a draw of private selection; the last column
-_NAMES = {EPSILON: "target ε", Z: "z", "privacy.delta": "δ"}
-_IN_CAPTIONS = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, "privacy.delta")
+_NAMES = {EPSILON: "target ε", Z: "z", DELTA: "δ"}
+_IN_CAPTIONS = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, DELTA)
 # Keys that follow from a choice
 _IMPLIED = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")
 _SECTIONS = ("optimizer.", "sampling.", "privacy.")  # omitted from names
@@ -68,7 +70,8 @@ def distinguishing(table: DataFrame, first: Sequence[str] = ()) -> list[str]:
 def labels(table: DataFrame, by: Sequence[str]) -> list[str]:
     """A label for each row, such as `group=flat · lr=0.1`."""
     names = short_names(by)
-    return [" · ".join(f"{names[key]}={_value(key, row[key])}" for key in by) for _, row in table.iterrows()]
+    shown = {key: _shown(key, table[key].unique()) for key in by}
+    return [" · ".join(f"{names[key]}={shown[key][row[key]]}" for key in by) for _, row in table.iterrows()]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -82,8 +85,13 @@ def _section(key: str) -> str:
     return next((section for section in _SECTIONS if key.startswith(section)), "")
 
 
-def _value(key: str, value: str) -> str:
-    return value.rpartition(".")[2] if key.endswith("._target_") else value
+def _shown(key: str, values: Iterable[str]) -> dict[str, str]:
+    """Values as they are shown: fractions to three digits, where that keeps them apart."""
+    full = {value: value.rpartition(".")[2] if key.endswith("._target_") else value for value in values}
+    fractions = {value: found for value in full if (found := number(value)) and not found.is_integer()}
+    claim = key in (EPSILON, DELTA)
+    short = full | {value: up(found, 3) if claim else f"{found:.3g}" for value, found in fractions.items()}
+    return short if len({*short.values()}) == len(full) else full
 
 
 def fixed_settings(trials: DataFrame, first: Sequence[str] = (), width: int = 120) -> str:
@@ -95,25 +103,31 @@ def fixed_settings(trials: DataFrame, first: Sequence[str] = (), width: int = 12
     same = [key for key in same if key in CHOICES or key.startswith(_IN_CAPTIONS)]
     following = [key for key in known if table[key].nunique() > 1 and key not in varied]
     names = short_names([*same, *following, *varied])
-    text = "Fixed: " + " · ".join(f"{names[key]}={_value(key, table[key].iloc[0])}" for key in same) + "."
+    shown = [f"{names[key]}={text}" for key in same for text in _shown(key, table[key].unique()).values()]
+    text = f"Fixed: {' · '.join(shown)}."
     if following:
         text += f" Not fixed, but following: {', '.join(names[key] for key in following)}."
     return textwrap.fill(text, width, break_long_words=False)
 
 
 def finished(trials: DataFrame) -> DataFrame:
-    """The finished private trials, with the planned ε where nothing was trained, and a column `level`.
+    """The finished private trials, with the planned ε where nothing was trained, and columns `level` and `cost`.
 
-    The level is the target ε or, without one, ε to two digits.
+    The level is the target ε or, without one, ε to two digits. The cost adds whatever else differs of the guarantee:
+    only trials of equal cost can be compared by their accuracy.
     """
     found = trials[trials["status"] == "FINISHED"]
     found = found.assign(epsilon=found["epsilon"].fillna(found["epsilon_planned"]))
     found = found[found["epsilon"].notna()]
     levels = [
-        f"{spent:.2g}" if math.isnan(target) else f"{target:g}"
+        up(spent, 2) if math.isnan(target) else up(target, 6)
         for spent, target in zip(found["epsilon"], targets(found), strict=True)
     ]
-    return found.assign(level=levels)
+    costs = Series([f"ε = {level}" for level in levels], index=found.index, dtype=object)
+    for key in ("delta", "adjacency", "privacy_unit"):
+        if found[key].nunique(dropna=False) > 1:
+            costs += f", {_NAMES.get(f'privacy.{key}', key)} = " + found[key].astype(str)
+    return found.assign(level=levels, cost=costs)
 
 
 def trained(trials: DataFrame) -> DataFrame:
@@ -143,12 +157,8 @@ class Best:
     margin: float
     tied: list[str]
 
-    @property
-    def label(self) -> str:
-        return self.row["label"] or "the only configuration"
-
     def __str__(self) -> str:
-        return f"{self.label} ({self.certainty})"
+        return f"{self.row['label']} ({self.certainty})"
 
     @property
     def certainty(self) -> str:
@@ -177,16 +187,16 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
 
     Returns:
         A sorted frame, and those of its columns that distinguish the rows. The others are label; run_id, name, data,
-        model, level, delta and knob of the first run; run_ids and their number, runs; the means of epsilon, accuracy
-        and knob_value; and spread, the standard deviation of accuracy (NaN for one run).
+        model, level, cost, delta and knob of the first run; run_ids and their number, runs; the largest epsilon; the
+        means of accuracy and knob_value; and spread, the standard deviation of accuracy (NaN for one run).
     """
     table = settings(trials)
     by = distinguishing(table, first)
     groups = trials.groupby([table[key] for key in by] or [0] * len(trials), sort=False)
-    taken = {name: (name, "first") for name in ("run_id", "name", "data", "model", "level", "delta", "knob")}
+    taken = {name: (name, "first") for name in ("run_id", "name", "data", "model", "level", "cost", "delta", "knob")}
     points = groups.agg(
         **{name: how for name, how in taken.items() if name in trials},
-        epsilon=("epsilon", "mean"),
+        epsilon=("epsilon", "max"),
         accuracy=("test_accuracy", "mean"),
         spread=("test_accuracy", "std"),
         knob_value=("knob_value", "mean"),
@@ -238,23 +248,26 @@ def best(points: DataFrame) -> Best:
     return Best(top, len(rest), float(margin), tied)
 
 
-def best_by_data(trials: DataFrame) -> dict[str, Best]:
-    """The best configuration on each data set."""
-    return {data: best(configurations(runs)[0]) for data, runs in trials.groupby("data", sort=False)}
+def best_of_trials(trials: DataFrame) -> dict[str, Best]:
+    """The best configuration of a sweep; if there are several data sets or privacy costs, that of each, by its name.
 
-
-def best_of_trials(trials: DataFrame) -> dict[str, Any] | None:
-    """The `name`, with its certainty, and mean `test_accuracy` of a sweep's best configuration.
-
-    Private configurations come first. With several data sets, the name lists the best on each.
+    The accuracies of trials of different costs are not compared: more budget gives more of it. Private configurations
+    come first.
     """
     found = trained(trials)
     if found.empty:
-        found = trials[(trials["status"] == "FINISHED") & trials["test_accuracy"].notna()]
-    if found.empty:
-        return None
-    tops = best_by_data(found)
-    names = [f"on {data}: {top}" if len(tops) > 1 else str(top) for data, top in tops.items()]
-    *others, last = zip(names, (top.row["accuracy"] for top in tops.values()), strict=True)
-    before = "".join(f"{name}, test accuracy {accuracy:.2%}; " for name, accuracy in others)
-    return {"name": before + last[0], "test_accuracy": last[1]}
+        found = trials[(trials["status"] == "FINISHED") & trials["test_accuracy"].notna()].assign(cost="")
+    by = [key for key in ("data", "cost") if found[key].nunique() > 1]
+    places = found[by].astype(str).agg(", ".join, axis=1) if by else Series("", index=found.index)
+    return {str(place): best(configurations(runs)[0]) for place, runs in found.groupby(places, sort=False)}
+
+
+def described(tops: Mapping[str, Best], bold: str = "") -> list[str]:
+    """A line on each of the best configurations; one that had no others is not called the best."""
+    lines = []
+    for place, top in tops.items():
+        accuracy, at = f"test accuracy {top.row['accuracy']:.2%}", f" at {place}" if place else ""
+        lines.append(
+            f"Best{at}: {bold}{top}{bold}, {accuracy}" if top.others else f"T{accuracy[1:]}{at} ({top.certainty})"
+        )
+    return lines

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpexp.accounting.risk import FALSE_POSITIVES
+from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.terminal import before_training, neighbours
-from dpexp.reporting.wording import gaussian, max_tpr, up
+from dpexp.reporting.wording import gaussian, max_tpr
 from dpexp.training.classifier import MAJORITY, RECALL
 
 _NOT_COVERED = """\

@@ -11,9 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.coverage import is_bound
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
+from dpexp.accounting.rounding import up
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, signal_curve
-from dpexp.reporting.wording import up
 
 POINTS = 25
 _MAX_PANELS = 8
@@ -22,14 +22,14 @@ _MAX_PANELS = 8
 def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:
     """ε against rounds, one line per accountant. Equal rounds are counted together."""
     figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {up(delta, 4)}")
+    axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {up(delta, 4)}", title="ε over rounds")
     total = ledger.training_rounds
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)}) if total else []
     curves = {name: [epsilon(_first(ledger, mark), delta, name) for mark in marks] for name in accountants}
     _draw(axes, marks, curves)
     if marks and len(curves) == 1:
         (values,) = curves.values()
-        axes.annotate(f"{values[-1]:.4g}", (marks[-1], values[-1]), xytext=(-4, 6),
+        axes.annotate(up(values[-1], 4), (marks[-1], values[-1]), xytext=(-4, 6),
                       textcoords="offset points", ha="right")  # fmt: skip
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
@@ -78,13 +78,13 @@ def _first(ledger: Ledger, count: int) -> Ledger:
 def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:
     """ε against δ, one line per accountant (left), and the trade-off curve by the first accountant (right)."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    left = figure.add_subplot(1, 2, 1, xlabel="δ", ylabel="ε", xscale="log")
+    left = figure.add_subplot(1, 2, 1, xlabel="δ", ylabel="ε", xscale="log", title="ε by δ")
     deltas = np.geomspace(1e-12, 0.1, POINTS).tolist()
     _draw(left, deltas, {name: [epsilon(ledger, d, name) for d in deltas] for name in accountants})
     left.axvline(delta, color="grey", linewidth=0.8, linestyle=":")
     alpha = np.linspace(0, 1, 201)
     label = f"type II error, {'at least' if is_bound(accountants[0]) else 'about'} (by {accountants[0]})"
-    right = figure.add_subplot(1, 2, 2, xlabel="type I error", ylabel=label)
+    right = figure.add_subplot(1, 2, 2, xlabel="type I error", ylabel=label, title="Errors of a membership test")
     right.plot(alpha, type_two_errors(ledger, alpha.tolist(), accountants[0]))
     right.plot(alpha, 1 - alpha, color="grey", linewidth=0.8, linestyle=":", label="guessing")
     right.set_aspect("equal")
@@ -134,6 +134,7 @@ def values_over_rounds(estimates: MetricEstimates) -> Figure:
         axes.set_ylim(min(low[settled]), max(high[settled]))
         axes.set_xlim(0, rounds[-1])
     figure.axes[0].legend(fontsize="small")
+    figure.axes[0].set_title("Private metrics, as released with noise", fontsize="medium")
     figure.axes[-1].set_xlabel("round")
     return figure
 

@@ -13,9 +13,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from pandas import DataFrame, to_numeric
 
+from dpexp.accounting.rounding import up
 from dpexp.reporting.comparisons import (
     DRAW,
     EPSILON,
@@ -97,28 +99,27 @@ def styles_of(labels_: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def legend(figure: Figure, columns: int = 2) -> None:
-    """Adds one legend for all panels, if any line has a label."""
+def finish(figure: Figure, title: str, *notes: str, columns: int = 2) -> None:
+    """Adds a title, and below the panels notes, such as the fixed settings, and one legend of all labelled lines."""
     found = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    if found:
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize="small")
+    figure.suptitle(title)
+    below = figure.legend([*found.values()], [*found], loc="outside lower center", ncols=columns, fontsize="small")
+    below.set_title("\n".join(filter(None, notes)), FontProperties(size="x-small"))
+    below.set_frame_on(False)
 
 
-def caption(figure: Figure, *texts: str) -> None:
-    """Writes notes above the figure, such as the fixed settings."""
-    figure.suptitle("\n".join(filter(None, texts)), fontsize="x-small", color="dimgrey")
-
-
-def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, digits: int = 6) -> None:
+def scale(
+    axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, claim: bool = False
+) -> None:
     """Scales an axis: ticks at the values if they are few; nearly equal values are not magnified.
 
     Args:
         which: x or y.
         values: all that are drawn along the axis; non-finite ones are ignored.
         logarithmic: by default, if the values lie far apart.
-        digits: significant digits of the ticks.
+        claim: they are ε, so that ticks are rounded up.
     """
     axis: Axis = getattr(axes, f"{which}axis")
     finite = sorted(value for value in values if math.isfinite(value))
@@ -132,7 +133,8 @@ def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | N
         size = max(abs(lowest), abs(highest))
         if highest - lowest <= 5e-3 * size:
             getattr(axes, f"set_{which}lim")(lowest - (0.1 * size or 1), highest + (0.1 * size or 1))
-        ticks = sorted({float(f"{value:.{digits}g}") for value in finite})
+        short = [up(value, 3) if claim else f"{value:.3g}" for value in finite]
+        ticks = sorted({v if v == int(v) else float(text) for v, text in zip(finite, short, strict=True)})
         if len(ticks) <= _TICKS:
             axis.set_major_locator(FixedLocator(_spaced(ticks, logarithmic)))
             axis.set_minor_locator(NullLocator())
@@ -188,10 +190,9 @@ def frontier(trials: DataFrame) -> Figure:
             if spread > 0:
                 axes.axhspan(accuracy - spread, accuracy + spread, color="black", alpha=0.08, lw=0)
         axes.label_outer()
-    scale(grid_[0], "x", points["epsilon"], digits=2)
+    scale(grid_[0], "x", points["epsilon"], claim=True)
     percent(grid_[0], "y")
-    caption(figure, fixed_settings(runs))
-    legend(figure)
+    finish(figure, "Test accuracy by ε", fixed_settings(runs))
     return figure
 
 
@@ -206,8 +207,8 @@ def compared(trials: DataFrame) -> Figure:
     The best is on top; filled points are the best and those that are not significantly lower.
     """
     runs = trained(trials)
-    if runs["data"].nunique() != 1 or runs["level"].nunique() != 1:
-        raise NotDrawn("Only trials of one data set at one ε are compared by accuracy alone.")
+    if runs["data"].nunique() != 1 or runs["cost"].nunique() != 1:
+        raise NotDrawn("Only trials of one data set at one privacy cost are compared by accuracy alone.")
     points, _ = configurations(runs)
     points = points.sort_values("accuracy", kind="stable")
     top = best(points)
@@ -216,7 +217,7 @@ def compared(trials: DataFrame) -> Figure:
     names = [f"{row['label'] or 'the only one'} ({row['runs']} run{'s' * (row['runs'] > 1)})" for row in rows]
     wide = max(9, 5 + 0.075 * max(map(len, names)))
     figure = Figure(figsize=(wide, 1.8 + 0.28 * max(4, len(points))), layout="constrained")
-    axes = figure.add_subplot(xlabel=f"test accuracy at ε = {points['level'].iloc[-1]}")
+    axes = figure.add_subplot(xlabel="test accuracy")
     best_one, tied, lower = _FILLS
     kinds = points["label"].map(
         lambda name: best_one if name == top.row["label"] else tied if name in top.tied else lower
@@ -238,21 +239,23 @@ def compared(trials: DataFrame) -> Figure:
     axes.set_ylim(-0.6, max(3.4, len(points) - 0.4))
     axes.grid(alpha=0.3)
     percent(axes, "x")
-    legend(figure, columns=4)
     omitted = f"The {len(points)} best of {everything}." if len(points) < everything else ""
-    caption(figure, fixed_settings(runs), omitted)
+    title = f"Test accuracy at ε = {up(points['epsilon'].max(), 3)}"
+    finish(figure, title, fixed_settings(runs), omitted, columns=4)
     return figure
 
 
 def swept_numbers(trials: DataFrame) -> list[str]:
-    """The numerical parameters with more than two values in a sweep, without the target ε."""
+    """The numerical parameters with more than two values in a sweep, without the target ε. Of those that go together,
+    as steps and whatever is interpolated from them, it is the first: their figures are the same."""
     read = [json.loads(configuration) for configuration in finished(trials)["configuration"]]
-    found = []
+    found: dict[tuple[int, ...], str] = {}
     for key in sorted({key for parameters in read for key in parameters}):
-        values = {number(parameters.get(key)) for parameters in read}
-        if key not in (EPSILON, DRAW) and len(values) > 2 and None not in values:
-            found.append(key)
-    return found
+        values = [number(parameters.get(key)) for parameters in read]
+        distinct = [*dict.fromkeys(values)]
+        if key not in (EPSILON, DRAW) and len(distinct) > 2 and None not in distinct:
+            found.setdefault(tuple(map(distinct.index, values)), key)
+    return [*found.values()]
 
 
 def against(trials: DataFrame, key: str) -> Figure:
@@ -275,13 +278,12 @@ def against(trials: DataFrame, key: str) -> Figure:
         for axes, y in zip(pair, (("epsilon", "ε"), second), strict=True):
             _draw(axes, title, panel, ("x", key), y, styles)
     scale(drawn[0, 0], "x", points["x"])
-    scale(drawn[0, 0], "y", points["epsilon"], digits=2)
+    scale(drawn[0, 0], "y", points["epsilon"], claim=True)
     if is_trained:
         percent(drawn[0, 1], "y")
     else:
-        scale(drawn[0, 1], "y", points["knob_value"], digits=3)
-    caption(figure, fixed_settings(runs, [key]))
-    legend(figure)
+        scale(drawn[0, 1], "y", points["knob_value"])
+    finish(figure, f"ε and {second[1]} by {key}", fixed_settings(runs, [key]))
     return figure
 
 
@@ -323,11 +325,10 @@ def needed(trials: DataFrame) -> Figure:
     for axes, (title, panel) in zip(grid_, drawn, strict=True):
         _draw(axes, title, panel, ("target", "target ε"), ("knob_value", knob), styles)
         axes.label_outer()
-    scale(grid_[0], "x", points["target"], logarithmic=True)
-    scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
+    scale(grid_[0], "x", points["target"], logarithmic=True, claim=True)
+    scale(grid_[0], "y", points["knob_value"], logarithmic=True)
     note = f"The same for every {', '.join(short_names(irrelevant).values())}." if irrelevant else ""
-    caption(figure, fixed_settings(runs, [EPSILON]), note)
-    legend(figure)
+    finish(figure, f"{points['knob'].iloc[0]} needed for each ε", fixed_settings(runs, [EPSILON]), note)
     return figure
 
 
@@ -353,6 +354,5 @@ def progress(histories: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *
             axes.plot(*zip(*points, strict=True), marker=".", color=f"C{k % 10}", linewidth=1, label=label)
     percent(axes, "y")
     axes.grid(alpha=0.3)
-    caption(figure, *notes)
-    legend(figure, columns=1)
+    finish(figure, "Test accuracy by the ε spent during training", *notes, columns=1)
     return figure

@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -22,12 +22,13 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.accounting.releases import unamplified
+from dpexp.accounting.rounding import down, up
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import MetricEstimates
-from dpexp.reporting.wording import in_words, up
+from dpexp.reporting.wording import in_words
 from dpexp.training.classifier import BALANCED, MAJORITY, RECALL
 
 console = Console()
@@ -72,8 +73,8 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         _print(text)
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
-            f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "
-            f"publishing one random {plan.privacy_unit} in full. Well below 1/n is usual."
+            f"[bold red]privacy.delta={up(cfg.privacy.delta, 4)} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ "
+            f"allows publishing one random {plan.privacy_unit} in full. Well below 1/n is usual."
         )
     if cfg.data.path is not None:
         person = cfg.data.person if cfg.data.person not in (None, "row") else None
@@ -144,7 +145,7 @@ class RoundBar(pl.callbacks.ProgressBar):
         self._rounds = rounds
         self._place = place
         self._privacy = privacy
-        self.shows_values = True  # of private metrics
+        self.purpose = ""  # shown in place of ε and private metrics
         self._progress: Progress | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -175,8 +176,8 @@ class RoundBar(pl.callbacks.ProgressBar):
         self._progress.update(
             self._task,
             completed=trainer.global_step,
-            epsilon=spent,
-            released=", ".join(_released(self._privacy.estimates)) if self._privacy and self.shows_values else "",
+            epsilon=self.purpose or spent,
+            released=", ".join(_released(self._privacy.estimates)) if self._privacy and not self.purpose else "",
             rate=f"{task.speed:.1f} rounds/s" if task.speed else "",
         )
 
@@ -253,14 +254,13 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def print_sweep(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence: str, address: str) -> None:
-    """Prints the results of a sweep and the cost of choosing among its trials."""
+def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str) -> None:
+    """Prints the results of a sweep, with lines on the best trials, and the cost of choosing among them."""
     console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
     for _, trial in failed.iterrows():
         console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
-    if best is not None:
-        _print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}")
-    _print(sentence)
+    for line in (*best, sentence):
+        _print(escape(line))
     _print(f"Compare trials: {address}")
 
 
@@ -332,34 +332,41 @@ def _recalls(metrics: dict[str, float], class_names: Sequence[str] | None) -> st
     return f"; {'recall' if few else 'lowest recall'}: {escape(', '.join(shown))}" if shown else ""
 
 
-def print_audit(audit: Audit) -> None:
-    """Prints the results of the audit of a plan, next to what is claimed."""
+def print_audit(audit: Audit, claimed: float, delta: float) -> None:
+    """Prints the results of an audit: first ε that the job claims at its δ, then what is attacked, and why."""
+    at = next(bound for bound in audit.bounds if bound.delta == delta)
+    _print(
+        f"The job claims ε = {up(claimed, 4)} at δ = {up(delta, 4)}. Its noise is attacked in rounds of all "
+        f"records, for which ε = {up(at.claimed, 4)} would be claimed: sampling, which is tested by itself, would hide "
+        "most of what a canary shows."
+    )
     _print(
         f"[bold]Audit[/]: {audit.canaries} canaries in all rounds, each included with probability 1/2; the attacker "
         f"guesses {audit.right / audit.canaries:.1%} of these coins right. μ claimed {up(audit.mu_claimed, 4)}, "
-        f"found {audit.mu_estimate:.4g} ± {audit.mu_error:.2g}, at least {audit.mu_bound:.3g}, "
-        f"if canaries are independent {audit.mu_bound_if_independent:.3g}"
+        f"found {audit.mu_estimate:.4g} ± {audit.mu_error:.2g}, at least {down(audit.mu_bound, 3)}, "
+        f"if canaries are independent {down(audit.mu_bound_if_independent, 3)}"
     )
-    table = Table("δ", "claimed ε", "ε at least", "if canaries are independent")
+    table = Table("δ", "ε of the attacked rounds", "at least", "if canaries are independent")
     for bound in audit.bounds:
-        table.add_row(f"{bound.delta:g}", up(bound.claimed, 4), *(_marked(v, v > bound.claimed) for v in bound[2:]))
+        found = [_marked(down(v, 4), v > bound.claimed) for v in (bound.found, bound.if_independent)]
+        table.add_row(up(bound.delta, 4), up(bound.claimed, 4), *found)
     console.print(table)
     table = Table("in units of the plan", "planned", "found", "detectable from")
     for check in audit.checks:
-        found = _marked(check.found, check.refuted)
-        table.add_row(check.name, f"{check.planned:g}", found, f"{check.detectable:.3g}")
+        measured = _marked(f"{check.found:.4g}", check.refuted)
+        table.add_row(check.name, f"{check.planned:g}", measured, f"{check.detectable:.4g}")
     console.print(table)
     _print(
-        f"The whole claimed trade-off curve: p = {audit.p:.2g}, or if canaries are independent "
-        f"{audit.p_independent:.2g}. All at {100 * audit.confidence:g}% together; errors in the last column are found "
-        f"with probability {POWER:.0%}."
+        f"The whole claimed trade-off curve: p = {up(audit.p, 2)}, or if canaries are independent "
+        f"{up(audit.p_independent, 2)}. All at {100 * audit.confidence:g}% together; errors in the last column are "
+        f"found with probability {POWER:.0%}."
     )
     if not audit.exceeded:
         _print("No claim is refuted. That proves no ε: another attacker may get more.")
 
 
-def _marked(value: float, refuted: bool) -> str:
-    return f"[bold red]{value:.4g}[/]" if refuted else f"{value:.4g}"
+def _marked(value: str, refuted: bool) -> str:
+    return f"[bold red]{value}[/]" if refuted else value
 
 
 def print_metrics(metrics: dict[str, float]) -> None:

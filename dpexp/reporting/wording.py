@@ -1,19 +1,9 @@
-"""Privacy guarantees in words, and rounding of claims."""
+"""Privacy guarantees in words."""
 
-import math
 from collections.abc import Mapping
-from decimal import ROUND_CEILING, Context, Decimal
 
 from dpexp.accounting.risk import FALSE_POSITIVES, tpr_at
-
-
-def up(value: float, digits: int) -> str:
-    """A value rounded up to `digits` significant digits: a shortened claim of ε or δ must still hold."""
-    if not math.isfinite(value):
-        return f"{value:g}"
-    # repr, not the binary fraction: 1e-05 stays 1e-05
-    rounded = Decimal(repr(float(value))).normalize(Context(prec=digits, rounding=ROUND_CEILING))
-    return f"{float(rounded):.{digits}g}"
+from dpexp.accounting.rounding import up
 
 
 def in_words(risk: Mapping[str, float], unit: str = "record") -> str:

@@ -23,9 +23,10 @@ from dpexp.errors import ConfigError, is_own
 from dpexp.tracking.provenance import HOST, without_passwords
 from dpexp.tracking.registered_model import send_model
 
-# The metric that has the value of a calibrated parameter, where their names differ
-CALIBRATED_METRIC = {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}
-TRIED = "tried "  # prefix of calibration metrics; MLflow lists names with a slash above accuracy
+# MLflow draws a chart of each metric: names with a slash first, then by name. What a run is looked at for, epsilon and
+# test_…, comes before what is constant.
+TRIED = "tried "  # prefix of what calibration tried
+WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, and of released statistics
 ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS = 1000  # per request, MLflow's own limit
@@ -41,6 +42,21 @@ _OWN_PACKAGES = (
     "pytorch_lightning",
     "lightning",
 )  # their messages quote no record
+
+
+def constants(values: Mapping[str, float]) -> dict[str, float]:
+    """Figures by the names of their metrics."""
+    return {WITH + name.replace("/", " "): value for name, value in values.items()}
+
+
+def metric_of(knob: str) -> str:
+    """The figure that has the value of a calibrated parameter."""
+    return {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}.get(knob, knob)
+
+
+def value_of(metrics: Mapping[str, float], name: str) -> float | None:
+    """A metric, figure or calibrated parameter of a run."""
+    return metrics.get(name, metrics.get(WITH + metric_of(name)))
 
 
 def one_line(error: BaseException) -> str:
@@ -270,23 +286,11 @@ COLUMNS = [  # metrics come before parameters, and by name
     "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
-CHARTS = ("test_accuracy", "epsilon")  # on top; MLflow adds one chart of each other metric below
-_SECTION = {"uuid": "metrics", "name": "Model metrics", "display": True, "isReordered": True}
-_LINE = {
-    "type": "LINE", "metricSectionId": "metrics", "runsCountToCompare": 10, "deleted": False, "isGenerated": True,
-    "lineSmoothness": 0, "scaleType": "linear", "xAxisScaleType": "linear", "range": {}, "xAxisKey": "step",
-    "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
-    "useGlobalXaxisKey": True,
-}  # fmt: skip
 
 
 def set_view(client: MlflowClient, experiment_id: str) -> None:
-    """Stores the columns and charts of the list of runs in the experiment."""
-    state = {
-        "selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False,
-        "isAccordionReordered": True, "compareRunSections": [_SECTION],
-        "compareRunCharts": [_LINE | {"uuid": name, "metricKey": name, "displayName": name} for name in CHARTS],
-    }  # fmt: skip
+    """Stores the columns of the list of runs in the experiment."""
+    state = {"selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False}
     client.set_experiment_tag(experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(state))
 
 

@@ -35,8 +35,8 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.accounting.releases import releases
+from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
-from dpexp.reporting.wording import up
 from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.job_folder import RESERVED, RUN
 from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, cost_of_run, reserve, runs_on, stated_adjacencies
@@ -200,10 +200,10 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
         planned = epsilon(released[0].ledger, kept.delta)
         whole = planned if planned <= kept.epsilon else None
     left = max(0.0, kept.limit - spent)
-    worth = math.floor(1000 * kept.gaussian(left)) / 1000
     description = (
         f"{_percent(spent, kept)} is spent or reserved by {len(costs)} run{'s' * (len(costs) != 1)}, "
-        f"{math.floor(1000 * left / kept.limit) / 10:g} % is left, worth one Gaussian release of ε = {worth:g}"
+        f"{down(100 * left / kept.limit, 3)} % is left, worth one Gaussian release of "
+        f"ε = {down(kept.gaussian(left), 4)}"
         if whole is None
         else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
     )

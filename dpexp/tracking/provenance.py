@@ -12,7 +12,7 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the proces
 MAX_NAME = 250  # characters of a run's name
 _MAX_PARAM = 6000  # characters of a parameter's value
 _PRIVACY_GROUPS = ("group", "clip_norm", "mechanism", "clip_rule", "allocation")
+_NAMED_BY_VALUE = ("data", "model", "group", "mechanism", "sampling", "experiment")
+_SHARED = ("data", "model", "experiment", "train")
+_SHORT = {"privacy.epsilon": "ε", "privacy.delta": "δ", "privacy.noise_multiplier": "z"}
 _NOT_IN_NAMES = ("sweep=", "tracking", "hydra", "checkpoint", "data.id", "privacy.budget")
 _NOT_IN_HASH = ("tracking", "rounds", "checkpoint", "register", "verbose")  # cannot change the result
 _SETS_ALL_SECTIONS = ("experiment", "sweep")  # groups whose options set keys of every section
@@ -75,18 +78,32 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
 
 
 def run_name(cfg: DictConfig) -> str:
-    """The overrides, those that a sweep varies first, since the list of runs cuts names off."""
+    """The overrides in short, or if there are none, the main options."""
     if cfg.tracking.run_name:
         return str(cfg.tracking.run_name)[:MAX_NAME]
-    shown = [word for word in map(str, HydraConfig.get().overrides.task) if not word.startswith(_NOT_IN_NAMES)]
+    swept = {"draw"}
     if parent_id():
         overrides = [word for word in shlex.split(os.environ.get(COMMAND, "")) if "=" in word and word[0] != "-"]
-        swept = swept_keys(overrides, HydraConfig.get().sweeper)
-        shown.sort(key=lambda override: (_key(override) not in swept, _key(override) == "seed"))
-    keys = [_key(override).rpartition(".")[2] for override in shown]
-    short = [word[word.index(key) :] if keys.count(key) == 1 else word for word, key in zip(shown, keys, strict=True)]
-    groups = [choices().get(name) for name in ("data", "model", "group", "mechanism")]
-    return without_passwords(", ".join(short))[:MAX_NAME] or " ".join(map(str, groups))
+        swept |= swept_keys(overrides, HydraConfig.get().sweeper)
+    main = [choices().get(name) for name in ("data", "model", "group", "mechanism")]
+    return short_name([*map(str, HydraConfig.get().overrides.task)], swept) or " ".join(map(str, main))
+
+
+def short_name(overrides: Sequence[str], swept: Set[str]) -> str:
+    """A name such as `lr=0.4, ε=1, logistic`. The list of runs cuts names off, so that what a sweep varies comes first,
+    and what many runs share last."""
+    shown = [word for word in overrides if not word.startswith(_NOT_IN_NAMES) and not word.endswith("=null")]
+    shown.sort(key=lambda word: (_key(word) not in swept, _key(word).startswith(_SHARED), _key(word) == "seed"))
+    short = [_in_short(_key(word), word.partition("=")[2]) for word in shown]
+    keys = [one.partition("=")[0] for one in short]
+    names = [one if keys.count(key) == 1 else word for one, key, word in zip(short, keys, shown, strict=True)]
+    return without_passwords(", ".join(names))[:MAX_NAME]
+
+
+def _in_short(key: str, value: str) -> str:
+    if f"{key}={value.lower()}" in ("privacy.enabled=false", "privacy.epsilon=inf"):
+        return "not private"
+    return value if key in _NAMED_BY_VALUE else f"{_SHORT.get(key, key.rpartition('.')[2])}={value}"
 
 
 def _key(override: str) -> str:
@@ -99,8 +116,9 @@ def choices() -> dict[str, str]:
 
 
 def params(values: Any) -> dict[str, str]:
-    """A configuration as MLflow's parameters, without passwords."""
-    return {valid_name(key): without_passwords(str(value))[:_MAX_PARAM] for key, value in _flatten(values).items()}
+    """What a configuration sets, as MLflow's parameters, without passwords."""
+    flat = {key: value for key, value in _flatten(values).items() if value is not None}
+    return {valid_name(key): without_passwords(str(value))[:_MAX_PARAM] for key, value in flat.items()}
 
 
 def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:

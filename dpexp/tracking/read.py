@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import CALIBRATED_METRIC, ERROR, OUTPUT, TRIED, one_line
+from dpexp.tracking.client import ERROR, OUTPUT, TRIED, metric_of, one_line, value_of
 from dpexp.tracking.provenance import without_passwords
 
 
@@ -40,10 +40,13 @@ PAGE = 1000  # runs per request
 _NUMBERS = (
     "epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "sampling_rate", "knob_value", "delta", *FIGURES,
 )  # fmt: skip
-_TAGS = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
+_TAGS = (
+    "data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling", "adjacency",
+    "privacy_unit",
+)  # fmt: skip
 # Parameters in which repetitions of a configuration differ. Not `draw`: private selection covers a single draw, never
-# a mean of several.
-_NOT_CONFIGURATION = ("seed", "objective", "privacy.noise_seed")
+# a mean of several. The rounds and the plan follow from the rest.
+_NOT_CONFIGURATION = ("seed", "objective", "privacy.noise_seed", "rounds")
 TRIAL = (
     "run_id", "parent_id", "trial", "name", "start", "status", "error", "private", *_TAGS, "configuration", "seed",
     "accountant", "knob", *_NUMBERS,
@@ -159,11 +162,9 @@ def _trial(run: Run) -> dict[str, Any]:
         "seed": params.get("seed", tags.get("dpexp.seed")),
         "accountant": json.loads(params.get("accountant.names", '["pld"]'))[0],
         "knob": knob,
-        "knob_value": metrics.get(
-            knob, metrics.get(CALIBRATED_METRIC[knob]) if knob in CALIBRATED_METRIC and solved else None
-        ),
+        "knob_value": value_of(metrics, knob) if solved or metric_of(knob) == knob else None,
         "delta": params.get("privacy.delta"),
-        **{name: metrics.get(name) for name in _NUMBERS if name not in ("knob_value", "delta")},
+        **{name: value_of(metrics, name) for name in _NUMBERS if name not in ("knob_value", "delta")},
     }
 
 
@@ -171,6 +172,6 @@ def _configuration(params: Mapping[str, str]) -> str:
     own = {
         key: value
         for key, value in params.items()
-        if key not in _NOT_CONFIGURATION and not key.startswith(("tracking.", "trainer."))
+        if key not in _NOT_CONFIGURATION and not key.startswith(("tracking.", "trainer.", "plan."))
     }
     return json.dumps(own, sort_keys=True)

@@ -21,13 +21,14 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.run_figures import epsilon_over_rounds
 from dpexp.reporting.terminal import plan_json, print_unsent
 from dpexp.tracking.client import (
-    CALIBRATED_METRIC,
     ERROR,
     OUTPUT,
     TRIED,
     Outbox,
     address,
+    constants,
     end_dead_runs,
+    metric_of,
     one_line,
     open_store,
     published_error,
@@ -163,16 +164,15 @@ class TrackedRun:
             "noise_multiplier": plan.noise_multiplier,
             "sampling_rate": plan.sampling.q,
             "rounds": plan.rounds,
-            "delta": self._cfg.privacy.delta,
-            "epsilon_planned": epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0]),
         }
         for event in plan.preprocessing:
             figure = "epsilon" if event.noise == "laplace" else "mu"
             values |= {f"preprocessing/{valid_name(event.query)}/{figure}": event.ratio(plan.adjacency)}
         solved = plan.calibration
-        if solved is not None and solved.knob not in {*CALIBRATED_METRIC, "noise_multiplier"}:
-            values[solved.knob] = solved.value
-        self._outbox.metrics(values, 0)
+        if solved is not None:
+            values.setdefault(metric_of(solved.knob), solved.value)
+        planned = epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0])
+        self._outbox.metrics({"epsilon_planned": planned} | constants(values), 0)
         if solved is None:
             return
         for step, (value, cost) in enumerate(solved.trace):
@@ -183,13 +183,11 @@ class TrackedRun:
         values = {f"epsilon_{key}": value for key, value in result.get("epsilon", {}).items()}
         if self._accountants:  # its ε is the metric `epsilon`, or `epsilon_planned`
             values.pop(f"epsilon_{self._accountants[0]}", None)
-        values |= result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
-        values |= {"learning_rate": result["learning_rate"]} if "learning_rate" in result else {}
+        found = result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
+        found |= {"learning_rate": result["learning_rate"]} if "learning_rate" in result else {}
         released = result.get("preprocessing", {})
-        values |= {
-            f"{valid_name(name)}/{k}": one for name, entries in released.items() for k, one in enumerate(entries)
-        }
-        self._outbox.metrics(values, result["rounds"])
+        found |= {f"{valid_name(name)}/{k}": one for name, entries in released.items() for k, one in enumerate(entries)}
+        self._outbox.metrics(values | constants(found), result["rounds"])
         if "step" in result:
             self._outbox.tags({"dpexp.step": result["step"]})
         figures = ["audit.png", "released.png", "signal.png", *(f"{name}.png" for name in released)]

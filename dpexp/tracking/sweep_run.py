@@ -5,7 +5,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from pandas import DataFrame
 
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
-from dpexp.reporting.comparisons import configurations, finished, fixed_settings, targets, trained
+from dpexp.reporting.comparisons import Best, configurations, finished, fixed_settings, targets, trained
 from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, swept_numbers
-from dpexp.tracking.client import OUTPUT, address, end_dead_runs, open_store, send_unsent, set_view
+from dpexp.tracking.client import OUTPUT, address, constants, end_dead_runs, open_store, send_unsent, set_view
 from dpexp.tracking.provenance import (
     HOST,
     MAX_NAME,
@@ -31,6 +31,7 @@ from dpexp.tracking.provenance import (
     provenance,
     provenance_of_resume,
     shared_values,
+    valid_name,
     write_patch,
 )
 from dpexp.tracking.read import downloaded_run, trials
@@ -149,8 +150,17 @@ class SweepRun:
         with downloaded_run(self._uri, run_id) as folder:
             return ledger_so_far(folder / "ledger.jsonl")
 
-    def conclude(self, frame: DataFrame, metrics: dict[str, float], note: str, status: str, output: Path) -> None:
-        """Logs the table and figures of the trials and the costs of selection, and ends the run."""
+    def conclude(
+        self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], note: str, status: str,
+        output: Path,
+    ) -> None:  # fmt: skip
+        """Logs the best accuracies, the costs of choosing, and the trials' table and figures, and ends the run."""
+        metrics: dict[str, float] = {}
+        for place, top in tops.items():
+            at = valid_name(f" at {place}".replace(" = ", " ")) if place else ""
+            found = {"test_accuracy": top.row["accuracy"], "epsilon": top.row["epsilon"]}
+            metrics |= {f"{name}{at}": value for name, value in found.items() if not math.isnan(value)}
+        metrics |= constants({f"selection/{key}": value for key, value in costs.items()})
         earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
         for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # NaN replaces what no longer holds
             self._client.log_metric(self.run_id, key, value)

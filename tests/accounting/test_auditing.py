@@ -143,7 +143,7 @@ def test_checks_refute():
         np.arange(200.0), np.arange(200) % 2 == 0, gaussian(9.0), (1e-5,),
         checks=[noise_scale(np.full((4, 100), 0.5), 1e-4), noise_reuse(np.eye(3, 100), 1e-4)],
     )  # fmt: skip
-    assert found.exceeded == ["the noise is at most 0.5742, and 1 was planned"]
+    assert found.exceeded == ["the noise is at most 0.5743, and 1 was planned"]
     assert found.summary()["noise"] == 0.5 and found.summary()["refuted"] == 1
 
 

@@ -18,10 +18,11 @@ from dpexp.accounting.dominating_pairs import PoissonPair
 from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr, risk
+from dpexp.accounting.rounding import up
 from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.reporting.wording import in_words, up
+from dpexp.reporting.wording import in_words
 
 # riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =
 # from_gaussian_mechanism(z, sampling_prob=q, use_connect_dots=True, value_discretization_interval=h).self_compose(
@@ -188,7 +189,7 @@ def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     assert result["risk"] == expected and result["epsilon"]["pld"] > 0
     client = store_of(output.parents[2])
     (run,) = client.search_runs(["1"])
-    assert {name: run.data.metrics[name] for name in FIGURES} == expected
+    assert {name: run.data.metrics[f"with {name}"] for name in FIGURES} == expected
     assert run.data.metrics["tried tpr"] <= 1.01 and "epsilon" in run.data.metrics
     assert "which costs TPR at FPR 0.01 = 0.0" in printed and f"In words: {in_words(expected)}" in printed
     card = (output / "card.md").read_text()

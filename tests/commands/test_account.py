@@ -12,10 +12,10 @@ from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.ledger import LedgerWriter, concatenate, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
+from dpexp.accounting.rounding import up
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
-from dpexp.reporting.wording import up
 
 
 @pytest.fixture

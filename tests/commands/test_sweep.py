@@ -22,6 +22,7 @@ import dpexp
 from dpexp.accounting.composition import log_moments
 from dpexp.accounting.ledger import concatenate, ledger_so_far, read_ledger
 from dpexp.accounting.multiple_runs import ORDERS, draw_repetitions, run_rdp, selection_epsilon, worst_case_rdp
+from dpexp.accounting.rounding import up
 from dpexp.commands import train
 
 QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
@@ -76,14 +77,18 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store):
     assert {row["run_id"] for row in rows} == {run.info.run_id for run in trials}
     means = {z: np.mean([float(row["test_accuracy"]) for row in rows if float(row["noise_multiplier"]) == z])
              for z in (2, 4)}  # fmt: skip
-    best = max(means, key=means.get)
-    assert f"Best: **z={best} (mean of 2 runs, 95 % interval" in store.note()
-    assert f"test accuracy {means[best]:.2%}" in store.note()
+    spent = {z: max(float(row["epsilon"]) for row in rows if float(row["noise_multiplier"]) == z) for z in (2, 4)}
+    for z, mean in means.items():
+        assert f"Test accuracy {mean:.2%} at ε = {up(spent[z], 2)} (mean of 2 runs, " in store.note()
+        assert parent.data.metrics[f"test_accuracy at ε {up(spent[z], 2)}"] == pytest.approx(mean)
+    assert "Best" not in store.note() and "test_accuracy" not in parent.data.metrics, "more ε always wins"
     ledgers = [*map(read_ledger, ledgers_in(tmp_path))]
     assert len(ledgers) == 4
     costs = parent.data.metrics
-    assert costs["selection/single_run_epsilon"] == max(dpexp.epsilon(one, 1e-4) for one in ledgers)
-    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(concatenate(ledgers), 1e-4), rel=1e-9)
+    assert costs["with selection single_run_epsilon"] == max(dpexp.epsilon(one, 1e-4) for one in ledgers)
+    assert costs["with selection all_runs_epsilon"] == pytest.approx(
+        dpexp.epsilon(concatenate(ledgers), 1e-4), rel=1e-9
+    )
     view = store.client.get_experiment("1").tags["mlflow.sharedViewState.dpexp"]
     assert "metrics.`epsilon`" in json.loads(view)["selectedColumns"]
 
@@ -155,7 +160,7 @@ def test_a_sweep_that_is_killed_goes_on_and_every_ledger_counts(forked, dpexp_jo
     assert 1 <= repeated <= 2, "rounds after the last checkpoint twice; and one that SIGTERM met after its line"
     all_runs = concatenate([ledger_so_far(path) for path in paths])
     costs = store.parents()[0].data.metrics
-    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(all_runs, 1e-4), rel=1e-9)
+    assert costs["with selection all_runs_epsilon"] == pytest.approx(dpexp.epsilon(all_runs, 1e-4), rel=1e-9)
 
 
 def test_all_trials_are_checked_before_the_first_starts(dpexp_job, store, tmp_path):
@@ -245,7 +250,7 @@ def test_an_objective_of_ones_own_module_is_only_known_afterwards(dpexp_job, tmp
 def test_nothing_is_claimed_for_trials_whose_guarantee_does_not_hold(dpexp_job, store, capsys):
     dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2", "diagnostics=unsafe")
     assert capsys.readouterr().out.count("not private ·") == 1
-    assert not any(key.startswith("selection/") for key in store.parents()[0].data.metrics)
+    assert not any(key.startswith("with selection ") for key in store.parents()[0].data.metrics)
     assert "Nothing may be claimed" in store.note()
 
 
@@ -253,7 +258,7 @@ def test_deleted_runs_count_and_damaged_or_lost_ledgers_are_reported(dpexp_job, 
     sweep = ("-m", *QUICK, "privacy.noise_multiplier=2")
 
     def all_runs():
-        return store.parents()[0].data.metrics["selection/all_runs_epsilon"]
+        return store.parents()[0].data.metrics["with selection all_runs_epsilon"]
 
     dpexp_job(*sweep)
     before = all_runs()
@@ -274,7 +279,7 @@ def test_deleted_runs_count_and_damaged_or_lost_ledgers_are_reported(dpexp_job, 
     dpexp_job(*sweep)
     assert "are missing" in store.note()
     metrics = store.parents()[0].data.metrics
-    withdrawn = [value for key, value in metrics.items() if key.startswith("selection/")]
+    withdrawn = [value for key, value in metrics.items() if key.startswith("with selection ")]
     assert withdrawn and all(math.isnan(value) for value in withdrawn)
 
 
@@ -308,9 +313,18 @@ def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, 
     accountant = rdp.RdpAccountant(ORDERS)
     accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, 4.0, 1.0))
     costs = parent.data.metrics
-    assert costs["selection/private_selection_epsilon"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-12)
-    assert costs["selection/single_run_epsilon"] < costs["selection/private_selection_epsilon"]
-    assert "private selection" in store.note()
+    assert costs["with selection private_selection_epsilon"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-12)
+    assert costs["with selection single_run_epsilon"] < costs["with selection private_selection_epsilon"]
+    note, metrics = store.note(), parent.data.metrics
+    both = (metrics["with selection all_runs_epsilon"], "covers all that was printed and logged of them"), (
+        metrics["with selection private_selection_epsilon"], "covers the best trial alone, for those who see nothing"
+    )  # fmt: skip
+    at = [note.index(f"ε = {up(cost, 3)} (") for cost, _ in sorted(both)]
+    assert at == sorted(at) and all(words in note for _, words in both), "the smaller one first"
+    best = max(trials, key=lambda run: run.data.metrics["test_accuracy"]).data.metrics
+    assert {name: metrics[name] for name in ("test_accuracy", "epsilon")} == {
+        name: pytest.approx(best[name]) for name in ("test_accuracy", "epsilon")
+    }
 
     monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", refused_when_resumed)
     dpexp_job(*sweep)
@@ -342,15 +356,15 @@ def test_selection_costs_the_worst_case_of_the_grid_whatever_was_drawn(dpexp_job
     sweep = (*SELECT, "hydra.sweeper.mean=1", "privacy.noise_multiplier=1,8")
     dpexp_job(*sweep)
     (parent,), (trial,) = store.parents(), store.trials("FINISHED")
-    assert trial.data.metrics["noise_multiplier"] == 8
-    price = parent.data.metrics["selection/private_selection_epsilon"]
+    assert trial.data.metrics["with noise_multiplier"] == 8
+    price = parent.data.metrics["with selection private_selection_epsilon"]
     assert price == pytest.approx(selected_geometrically(1.0, 512 / 1437, 3, 1.0, 1e-4), rel=1e-9)
-    assert price > 10 * parent.data.metrics["selection/single_run_epsilon"]
+    assert price > 10 * parent.data.metrics["with selection single_run_epsilon"]
 
     monkeypatch.setattr("dpexp.commands.build.plan", refused_when_resumed)
     dpexp_job(*sweep)
     (parent,) = store.parents()
-    assert parent.data.metrics["selection/private_selection_epsilon"] == price and len(store.trials()) == 1
+    assert parent.data.metrics["with selection private_selection_epsilon"] == price and len(store.trials()) == 1
 
 
 def test_the_worst_case_is_taken_order_by_order():

@@ -587,7 +587,8 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
     dpexp_job("model=logistic", "preprocessing=[class_counts]", "sampling.steps=3")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/outputs/mlflow.db")
     (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
-    assert run.data.metrics["preprocessing/class_counts/epsilon"] < 1 and "class_counts/9" in run.data.metrics
+    assert run.data.metrics["with preprocessing class_counts epsilon"] < 1
+    assert "with class_counts 9" in run.data.metrics
     files = [artifact.path for artifact in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
     assert "class_counts.png" in files and "planned_ledger.jsonl" in files
 

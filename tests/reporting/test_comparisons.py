@@ -12,6 +12,7 @@ from dpexp.reporting.comparisons import (
     best_baselines,
     best_of_trials,
     configurations,
+    described,
     distinguishing,
     finished,
     fixed_settings,
@@ -45,7 +46,7 @@ def test_configurations_are_means_over_seeds_of_what_finished():
         )
     )
     assert by == ["optimizer.lr"] and points["label"].tolist() == ["lr=0.1", "lr=2", "lr=10"], "numbers by size"
-    assert points["epsilon"].tolist() == pytest.approx([2.0, 8.0, 2.0])
+    assert points["epsilon"].tolist() == pytest.approx([2.001, 8.0, 2.0]), "a claim is no mean"
     assert points["accuracy"].tolist() == pytest.approx([0.85, 0.5, 0.7])
     assert points["spread"].tolist()[:2] == pytest.approx([0.1 / math.sqrt(2), 0.2 / math.sqrt(2)])
     assert points["runs"].tolist() == [2, 2, 1] and math.isnan(points["spread"][2])
@@ -106,10 +107,10 @@ def test_ties_are_those_of_tukeys_test(samples):
 def test_the_luckiest_of_equal_configurations_is_not_the_best():
     """Seed 2 of the second is the most accurate trial, though its mean is lower."""
     frame = scored([[0.83, 0.84, 0.85], [0.80, 0.81, 0.90], [0.82, 0.82, 0.83]])
-    found = best_of_trials(frame)
-    assert found["test_accuracy"] == pytest.approx(0.84)
-    assert found["name"].startswith("lr=1 (mean of 3 runs, 95 % interval ± ")
-    assert found["name"].endswith("not significantly above any of 2 others)")
+    found = best_of_trials(frame)[""]
+    assert found.row["accuracy"] == pytest.approx(0.84)
+    assert str(found).startswith("lr=1 (mean of 3 runs, 95 % interval ± ")
+    assert str(found).endswith("not significantly above any of 2 others)")
 
 
 def test_a_single_run_tells_nothing_of_chance():
@@ -128,25 +129,49 @@ def test_draws_of_private_selection_are_not_averaged():
     accuracies = {(0.1, 0): 0.6, (0.4, 1): 0.9, (0.4, 2): 0.1}
     read = [_configuration({"optimizer.lr": str(lr), "seed": "0", "draw": str(k)}) for lr, k in accuracies]
     frame = trials(*({"test_accuracy": a} for a in accuracies.values())).assign(configuration=read)
-    found = best_of_trials(frame)
-    assert found["name"].startswith("lr=0.4 · draw=1 (1 run") and found["test_accuracy"] == 0.9
+    found = best_of_trials(frame)[""]
+    assert str(found).startswith("lr=0.4 · draw=1 (1 run") and found.row["accuracy"] == 0.9
     assert swept_numbers(frame) == []
 
 
 def test_each_data_set_has_its_best():
     rows = [{"data": d, "data.n": n, "optimizer.lr": lr, "test_accuracy": n / 10 + lr / 100}
             for d, n in (("a", 5), ("b", 8)) for lr in (1, 2)]  # fmt: skip
-    said = best_of_trials(trials(*rows))
+    said = described(best_of_trials(trials(*rows)))
     sure = "(1 run, no interval; not significantly above the only other)"
-    assert said["name"] == f"on a: lr=2 {sure}, test accuracy 52.00%; on b: lr=2 {sure}"
-    assert said["test_accuracy"] == pytest.approx(0.82)
+    assert said == [f"Best at {data}: lr=2 {sure}, test accuracy {n}.00%" for data, n in (("a", 52), ("b", 82))]
+
+
+@pytest.mark.parametrize(
+    "same, costs",
+    [
+        ({"privacy.epsilon": [1, 1.64562, 8]}, ["ε = 1", "ε = 1.64562", "ε = 8"]),
+        ({"privacy.noise_multiplier": [2, 4], "epsilon": [8.01, 3.7]}, ["ε = 8.1", "ε = 3.7"]),
+        ({"sampling.epochs": [1, 4], "epsilon": [1.0, 2.5]}, ["ε = 1", "ε = 2.5"]),
+        ({"data.n": [100, 1000], "epsilon": [3.4, 0.2]}, ["ε = 3.4", "ε = 0.2"]),
+        ({"privacy.delta": [1e-5, 1e-3], "delta": [1e-5, 1e-3]}, ["ε = 1, δ = 1e-05", "ε = 1, δ = 0.001"]),
+        (
+            {"sampling": ["poisson", "fixed_size"], "adjacency": ["add_remove", "replace_one"]},
+            ["ε = 1, adjacency = add_remove", "ε = 1, adjacency = replace_one"],
+        ),
+    ],
+)
+def test_trials_that_cost_more_are_not_the_better_ones(same, costs):
+    """The largest ε always won."""
+    rows = [dict(zip(same, values, strict=True)) for values in zip(*same.values(), strict=True)]
+    frame = trials(*({"test_accuracy": 0.5 + 0.1 * k} | row for k, row in enumerate(rows)))
+    said = described(best_of_trials(frame))
+    assert said == [f"Test accuracy {50 + 10 * k}.00% at {cost} (1 run, no interval)" for k, cost in enumerate(costs)]
+    twice = trials(*({"test_accuracy": 0.5 + 0.1 * k, "optimizer.lr": lr} | row
+                     for lr in (1, 2) for k, row in enumerate(rows)))  # fmt: skip
+    assert all(line.startswith("Best at ε = ") for line in described(best_of_trials(twice)))
 
 
 def test_the_best_is_private_unless_nothing_is():
     twins = [TWIN | {"test_accuracy": 0.95 + k / 100, "optimizer.lr": 1 + k // 2} for k in range(4)]
     frame = trials({"test_accuracy": 0.7, "privacy.epsilon": 1.0}, *twins)
-    assert best_of_trials(frame)["test_accuracy"] == 0.7
-    assert best_of_trials(trials(*twins))["test_accuracy"] == pytest.approx(0.975)
-    assert best_of_trials(trials({"status": "FAILED"})) is None
+    assert best_of_trials(frame)[""].row["accuracy"] == 0.7
+    assert best_of_trials(trials(*twins))[""].row["accuracy"] == pytest.approx(0.975)
+    assert best_of_trials(trials({"status": "FAILED"})) == {}
     (top,) = best_baselines(frame).values()
     assert top.row["accuracy"] == pytest.approx(0.975) and top.row["label"] == "lr=2" and top.others == 1

@@ -3,14 +3,22 @@
 import itertools
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 from matplotlib import pyplot
+from matplotlib.text import Text
 from test_accountants import ledger
 
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import concatenate
-from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
+from dpexp.accounting.rounding import down, up
+from dpexp.reporting.audit_figures import audit_figure
+from dpexp.reporting.run_figures import class_counts, epsilon_over_rounds, trade_off
 from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, scale, swept_numbers
+from dpexp.reporting.terminal import print_audit
 from tests.trials import TWIN, trials
 
 
@@ -33,7 +41,11 @@ def lines(axes):
 
 
 def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()] if figure.legends else []
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def notes(figure):
+    return figure.legends[0].get_title().get_text()
 
 
 def ticks(figure, which="x"):
@@ -67,16 +79,17 @@ def test_a_line_of_the_frontier_joins_runs_that_differ_in_epsilon_alone():
     spreads = {round(segment[1][1] - segment[0][1], 9) for bar in axes.containers for segment in
                bar.lines[2][0].get_segments()}  # fmt: skip
     assert spreads == {0.002}, "standard deviation over the seeds, up and down"
-    assert sorted(legend(figure)) == sorted(drawn) and "Fixed: data=digits" in figure.get_suptitle()
-    assert ticks(figure) == (["1", "2", "4"], "")
+    assert sorted(legend(figure)) == sorted(drawn) and "Fixed: data=digits" in notes(figure)
+    assert figure.get_suptitle() == "Test accuracy by ε"
+    assert ticks(figure) == (["0.999", "2", "4"], "")
 
 
 def test_values_that_are_nearly_the_same_are_one_tick():
     figure = pyplot.Figure()
     axes = figure.add_subplot()
     axes.plot([2.9976, 2.9976 + 2e-11], [1.13, 1.14])
-    scale(axes, "x", [2.9976, 2.9976 + 2e-11], digits=2)
-    scale(axes, "y", [1.13, 1.14], digits=3)
+    scale(axes, "x", [2.9976, 2.9976 + 2e-11], claim=True)
+    scale(axes, "y", [1.13, 1.14])
     assert ticks(figure) == (["3"], "") and ticks(figure, "y") == (["1.13", "1.14"], "")
     low, high = axes.get_xlim()
     assert low < 2.7 and high > 3.2
@@ -112,7 +125,7 @@ def test_configurations_at_one_epsilon_have_labels_of_their_own():
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert len(set(names)) == 9 and names[-1] == "lr=0.4 · epochs=10 (2 runs)"
-    assert axes.get_xlabel() == "test accuracy at ε = 3" and "target ε=3" in figure.get_suptitle()
+    assert figure.get_suptitle() == "Test accuracy at ε = 3" and "target ε=3" in notes(figure)
     drawn = sorted(x for points in lines(axes).values() for x, _ in points)
     assert drawn == pytest.approx(sorted(frame.groupby("configuration")["test_accuracy"].mean()))
 
@@ -155,11 +168,30 @@ def test_against_a_parameter_nothing_is_averaged_but_seeds():
     assert sorted(legend(figure)) == sorted(drawn) and ticks(figure) == (["2", "4", "8"], "")
 
 
+@pytest.mark.parametrize("other", ["scheduler.T_max", "a.first"])
+def test_parameters_that_go_together_have_one_figure(other):
+    """steps.png and rounds.png used to be the same."""
+    frame = trials(*({"sampling.steps": t, other: 10 * t, "optimizer.lr": lr} for t in (3, 5, 9) for lr in (1, 2, 3)))
+    assert swept_numbers(frame) == ["optimizer.lr", min("sampling.steps", other)][:: 1 if other > "o" else -1]
+
+
+def test_ticks_and_legends_are_short():
+    frame = trials(*grid_of(**{"optimizer.lr": [0.1, 1.64562, 25.6789], "privacy.epsilon": [1.64412, 8]}))
+    figure = against(frame, "optimizer.lr")
+    assert ticks(figure) == (["0.1", "1.65", "25.7"], "")
+    assert ticks(frontier(frame)) == (["1.65", "8"], "")
+    assert sorted(legend(figure)) == ["target ε=1.65", "target ε=8"]
+    near = trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "privacy.epsilon": [1.64412, 1.64562]}))
+    assert sorted(legend(against(near, "optimizer.lr"))) == ["target ε=1.64412", "target ε=1.64562"]
+    sizes = trials(*grid_of(**{"data.n": [1437, 14370, 60001]}))
+    assert ticks(against(sizes, "data.n")) == (["1437", "14370", "60001"], "")
+
+
 def test_what_moves_along_with_the_parameter_is_told():
     frame = trials(*({"optimizer.lr": lr, "sampling.expected_batch_size": 10 * lr} for lr in (1, 2, 4)))
     for key, other in (("optimizer.lr", "expected_batch_size"), ("sampling.expected_batch_size", "lr")):
         figure = against(frame, key)
-        assert f"following: {other}." in figure.get_suptitle().replace("\n", " ")
+        assert f"following: {other}." in notes(figure).replace("\n", " ")
         assert [axes.get_xlabel() for axes in figure.axes] == [key, key]
     with pytest.raises(NotDrawn, match="into 4 panels"):
         against(trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "sampling.epochs": [*range(1, 31)]})), "optimizer.lr")
@@ -180,7 +212,7 @@ def test_what_the_knob_does_not_depend_on_is_one_line():
     frame = trials(*grid_of((0, 1), **{"privacy.epsilon": [1, 2], "optimizer.lr": [1, 2, 4]}))
     figure = needed(frame)
     assert [[*map(list, line.get_data())] for line in figure.axes[0].lines] == [[[1, 2], [5, 2.5]]]
-    assert "The same for every lr." in figure.get_suptitle() and not figure.legends
+    assert "The same for every lr." in notes(figure) and not legend(figure)
 
 
 def test_progress_shows_every_training_of_a_configuration():
@@ -192,7 +224,7 @@ def test_progress_shows_every_training_of_a_configuration():
     ]  # fmt: skip
     colours = [line.get_color() for line in axes.lines]
     assert colours[0] == colours[1] != colours[2] and legend(figure) == ["lr=1 (2 runs)", "lr=2 (1 run)"]
-    assert figure.get_suptitle() == "Fixed: a\nThe 2 best of 5 configurations."
+    assert notes(figure) == "Fixed: a\nThe 2 best of 5 configurations."
 
 
 # Of one run
@@ -221,7 +253,7 @@ OTHER_KNOB = [{"privacy.epsilon": 1.0}, {"privacy.epsilon": 2.0, "knob": "sampli
     [
         (frontier, grid_of(**{"privacy.epsilon": [3], "optimizer.lr": [0.1, 0.2]}), "not two values of ε"),
         (frontier, MANY, "^81 settings of lr, epochs do not fit into 12 panels"),
-        (compared, grid_of(**{"privacy.epsilon": [1, 3]}), "one data set at one ε"),
+        (compared, grid_of(**{"privacy.epsilon": [1, 3]}), "one data set at one privacy cost"),
         (needed, [{"privacy.epsilon": 1.0}], "two values"),
         (needed, [{"privacy.noise_multiplier": 1.0}, {"privacy.noise_multiplier": 2.0}], "two values"),
         (needed, OTHER_KNOB, "Different parameters.*noise_multiplier, sampling_rate"),
@@ -230,3 +262,65 @@ OTHER_KNOB = [{"privacy.epsilon": 1.0}, {"privacy.epsilon": 2.0, "knob": "sampli
 def test_a_figure_that_would_mislead_is_not_drawn(draw, rows, why):
     with pytest.raises(NotDrawn, match=why):
         draw(trials(*rows))
+
+
+# Claims and titles
+
+
+def texts(figure):
+    figure.draw_without_rendering()
+    return [text.get_text() for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+
+
+def understated(figure, value):
+    """The numbers of a figure that are meant to be `value`, and are less."""
+    numbers = [float(found) for text in texts(figure) for found in re.findall(r"\d+\.\d+", text)]
+    return [found for found in numbers if 0.99 * value < found < value]
+
+
+def audited():
+    included = np.arange(200) % 2 == 0
+    return audit(np.where(included, 1.0, 0.0) + np.linspace(-2, 2, 200), included, ledger(2.0, 1.0, 4), (1e-5, 1e-2))
+
+
+RUN = ledger(2.0, 0.05, 30)
+AT = 2.99849
+ONE = trials(*({"optimizer.lr": lr, "privacy.epsilon": 3, "epsilon": AT} for lr in (1, 2, 4)))
+SOME = trials(*({"sampling.steps": t, "epsilon": e} for t, e in ((1, 1.23456), (2, 2.0), (4, AT))))
+FIGURES = {
+    "frontier": (lambda: frontier(SOME), AT),
+    "compared": (lambda: compared(ONE), AT),
+    "against": (lambda: against(SOME, "sampling.steps"), AT),
+    "needed": (lambda: needed(trials(*grid_of(**{"privacy.epsilon": [1, 2]}))), 1),
+    "progress": (lambda: progress({"lr=1": [[(0.5, 0.1), (AT, 0.2)]]}), AT),
+    "epsilon": (lambda: epsilon_over_rounds(RUN, 1e-5, ["pld"]), epsilon(RUN, 1e-5)),
+    "trade_off": (lambda: trade_off(RUN, 1e-5, ["pld"]), epsilon(RUN, 1e-5)),
+    "audit": (lambda: audit_figure(audited(), ledger(2.0, 1.0, 4), "ε = 3"), audited().bounds[0].claimed),
+    "counts": (lambda: class_counts([3.0, 4.0], None, "counts"), 1),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_has_a_title_and_understates_no_epsilon(name):
+    draw, claim = FIGURES[name]
+    figure = draw()
+    assert figure.get_suptitle() or all(axes.get_title() for axes in figure.axes)
+    assert not understated(figure, claim)
+
+
+def test_an_audit_prints_the_jobs_claim_first(capsys):
+    """It used to print 7.153 of the attacked rounds and 2.999 of the job as two claims."""
+    found = audited()
+    print_audit(found, 2.99849, 1e-5)
+    printed = " ".join(capsys.readouterr().out.split())
+    attacked = found.bounds[0].claimed
+    assert printed.startswith("The job claims ε = 2.999 at δ = 1e-05. Its noise is attacked in rounds of all records, ")
+    assert f"for which ε = {up(attacked, 4)} would be claimed: sampling, which is tested by itself" in printed
+
+
+def test_a_shown_lower_bound_is_one():
+    found = audited()
+    drawn = texts(audit_figure(found, ledger(2.0, 1.0, 4), "ε = 2.999 at δ = 0.0001"))
+    assert "Audit of the job's claim of ε = 2.999 at δ = 0.0001: not refuted" in "".join(drawn)
+    for bound in found.bounds:
+        assert up(bound.claimed, 2) in drawn and down(bound.if_independent, 2) in drawn

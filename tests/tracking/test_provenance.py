@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from dpexp import config
 from dpexp.tracking import provenance as module
-from dpexp.tracking.provenance import provenance, write_patch
+from dpexp.tracking.provenance import provenance, short_name, write_patch
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
@@ -103,12 +103,29 @@ def test_names_differ_where_runs_differ(dpexp_job, tmp_path):
         dpexp_job("train=false", *QUICK, *more)
     dpexp_job("-m", "model=logistic", "train=false", *QUICK[:2], "seed=1,2", "privacy.delta=1e-5,1e-6")
     names = [one.info.run_name for one in reversed(runs(tmp_path))]
-    asked = "train=false, steps=4, noise_multiplier=1.0, num_evaluations=0, model=logistic"
-    assert names[:3] == [asked, f"{asked}, lr=0.3", f"{asked}, lr=0.4"]
+    shared = "train=false, num_evaluations=0, logistic"
+    assert names[:3] == [f"steps=4, z=1.0, {lr}{shared}" for lr in ("", "lr=0.3, ", "lr=0.4, ")]
     parent, trials = names[3], names[4:]
-    assert parent.startswith("privacy.delta=1e-5,1e-6, seed=1,2, ")
-    rest = "model=logistic, train=False, steps=4, noise_multiplier=1.0"
-    assert sorted(trials) == [f"delta=1e-0{d}, seed={seed}, {rest}" for d in (5, 6) for seed in (1, 2)]
+    assert parent.startswith("δ=1e-5,1e-6, seed=1,2, ")
+    rest = "steps=4, z=1.0, logistic, train=False"
+    assert sorted(trials) == [f"δ=1e-0{d}, seed={seed}, {rest}" for d in (5, 6) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "overrides, swept, name",
+    [
+        ("model=logistic privacy.enabled=false", "", "not private, logistic"),
+        ("privacy.epsilon=inf group=flat", "group", "flat, not private"),
+        ("model=cnn group=per_layer mechanism=joint optimizer.lr=0.4 privacy.epsilon=1", "",
+         "per_layer, joint, lr=0.4, ε=1, cnn"),
+        ("data=mnist privacy.epsilon=null privacy.noise_multiplier=2 seed=3", "seed", "seed=3, z=2, mnist"),
+        ("model.a.lr=1 optimizer.lr=2 draw=1", "draw optimizer.lr", "optimizer.lr=2, draw=1, model.a.lr=1"),
+        ("sampling=poisson noise=banded +trainer.max_time=00:01", "sampling", "poisson, noise=banded, max_time=00:01"),
+        ("tracking=none hydra.job.num=1", "", ""),
+    ],
+)  # fmt: skip
+def test_names_are_short_and_begin_with_what_differs(overrides, swept, name):
+    assert short_name(overrides.split(), {*swept.split()}) == name
 
 
 def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):

@@ -23,7 +23,8 @@ def test_sources_are_experiments_parents_and_runs(tmp_path, monkeypatch, empty_s
             client.log_param(run_id, key, value)
     client.log_metric(children[1], "test_accuracy", 0.5)
     client.log_metric(children[2], "test_accuracy", 0.75)
-    client.log_metric(children[1], "steps", 70)
+    client.log_metric(children[1], "with rounds", 70)
+    client.log_metric(children[1], "tried steps", 70)
     monkeypatch.setattr(read, "PAGE", 2)
     frame = read.trials(uri, [parent])
     assert list(frame["run_id"]) == [children[2], children[1], children[0]]
