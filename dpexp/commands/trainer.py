@@ -74,7 +74,8 @@ def trainer_for(
     per_epoch = max(1, round(policy.rounds_per_epoch))
     max_batch = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, max_batch)
-    callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
+    watch = Watch(rounds, lambda names: privacy and privacy.validated.update(names))
+    callbacks: list[pl.Callback] = [watch, private, LastCheckpoint(output / CHECKPOINT)]
     configured = [make(f"callbacks.{name}", node) for name, node in (cfg.callbacks or {}).items()]
     for name, callback in zip(cfg.callbacks or {}, configured, strict=True):
         if not isinstance(callback, pl.Callback):
