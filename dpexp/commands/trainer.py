@@ -19,6 +19,7 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import CPU_BATCH
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import NonPrivatePreprocessing
+from dpexp.privacy.refusals import IN_TURNS
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
@@ -129,7 +130,7 @@ def sentence(error: Exception) -> str | None:
 
 _MEANINGS = {
     "Training with multiple optimizers": "optimizer: configure_optimizers gives several optimizers, and each round "
-    "releases one gradient for one step; give one, with a parameter group for each learning rate.",
+    f"releases one gradient for one step; {IN_TURNS}",
     "num_samples should be a positive integer": "data.module: the training set is empty.",
     "`train_dataloader` must be implemented": "data.module: it has no train_dataloader; let it give one DataLoader.",
 }

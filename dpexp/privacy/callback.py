@@ -203,3 +203,4 @@ class _TrainersLoop(Loop):
     def after_dry_run(self, step_is_traced: bool) -> None:
         refusals.refuse_kept_losses(self._module, self._attributes, not step_is_traced)
         refusals.refuse_monitors(self._trainer, self._module, *self._names)
+        muted_logging.say_dropped(self._module, self._names[0], self._plan)

@@ -33,6 +33,12 @@ NO_POSITION = (
     "new run, and account for both."
 )
 
+IN_TURNS = (
+    "with one optimizer, use automatic optimization and a parameter group for each learning rate; networks that are "
+    "trained in turns, as in a GAN, take a loop of your own, with dpexp.Private for each network that learns from "
+    "records (docs/own_loop.md)."
+)
+
 
 def refuse_mixing_layers(module: nn.Module) -> None:
     """Refuses layers that mix the records of a batch or store statistics of them."""
@@ -76,7 +82,7 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
     if not pl_module.automatic_optimization:
         raise ConfigError(
             f"model: {type(pl_module).__name__} has automatic_optimization=False, so that a sample is not tied to one "
-            "release; use automatic optimization."
+            f"release; {IN_TURNS}"
         )
     for owner in (pl_module, getattr(trainer, "datamodule", None)):
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
