@@ -142,6 +142,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     ) -> None:
         self._close()
         muted_logging.unmute(pl_module)
+        if exception is not None and "multiple optimizers" in str(exception):  # Lightning recommends what is refused
+            exception.add_note(f"dpexp: {refusals.ONE_OPTIMIZER}")
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step

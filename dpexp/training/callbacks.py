@@ -8,7 +8,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ class Watch(pl.Callback):
         on_validated: gets the names that the validation logs, if they are known.
     """
 
-    def __init__(self, rounds: int, on_validated: Callable[[set[str]], object]) -> None:
+    def __init__(self, rounds: int, on_validated: Callable[[set[str]], None]) -> None:
         self._on_validated = on_validated
         self._every = math.ceil(rounds / _WEIGHT_CHECKS)
         self._nan_evaluations = 0
@@ -225,10 +225,9 @@ def _check_weights(module: pl.LightningModule, rounds: int) -> None:
 
 
 def _names_logged(trainer: pl.Trainer, module: pl.LightningModule, kind: str, loader: Any) -> set[str]:
-    """What a copy of the module logs in one public batch of a validation or test; empty if that cannot be tried.
+    """What a copy of the module logs in one public batch of a `validation` or `test`; empty if it cannot be copied.
 
-    Neither the module nor a random state changes, and no logger gets anything. Raises ConfigError if the step fails; the
-    end of the epoch may, since it gets one batch in place of all.
+    Neither the module nor a random state changes, and no logger gets anything. Raises ConfigError if it fails.
     """
     once = pl.Trainer(
         accelerator=trainer.accelerator, strategy=pl.strategies.SingleDeviceStrategy(trainer.strategy.root_device),
@@ -236,29 +235,21 @@ def _names_logged(trainer: pl.Trainer, module: pl.LightningModule, kind: str, lo
         limit_test_batches=1, logger=pl.loggers.logger.DummyLogger(), enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    data, ended = trainer.datamodule, []  # type: ignore[attr-defined]
+    data, step = trainer.datamodule, f"{kind}_step"  # type: ignore[attr-defined]
     with isolate_rng():
         try:
             copied = copy.deepcopy(module, {id(trainer): None, id(data): data})
         except Exception:
             return set()
-        end = getattr(copied, f"on_{kind}_epoch_end")
-
-        def ends() -> None:
-            with suppress(Exception):
-                end()
-                ended.append(True)
-
-        setattr(copied, f"on_{kind}_epoch_end", ends)
+        copied.on_test_epoch_end = lambda: None  # type: ignore[method-assign]  # it may need all batches
         try:
             (once.test if kind == "test" else once.validate)(copied, dataloaders=loader, verbose=False)
-        except torch.OutOfMemoryError:
-            return set()
         except Exception as error:
             called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-            failed = f"{type(module).__name__}.{kind}_step" if f"{kind}_step" in called else "loading data.module's data"
+            failed = f"{type(module).__name__}.{step}" if step in called else "loading it"
             raise ConfigError(
-                f"model: {failed} fails for the first batch of the {kind} set; data.shape and data.classes, or the "
-                f"model's own arguments, must fit it ({type(error).__name__}: {' '.join(str(error).split())[:200]})."
+                f"the first batch of the {kind} set: {failed} fails ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}); data.shape and data.classes, or the model's own arguments, "
+                "must fit it."
             ) from error
-    return {*once.callback_metrics} if ended else set()
+    return {*once.callback_metrics}

@@ -107,6 +107,7 @@ def make_plan(
     if not trainable(module):
         raise ConfigError(
             "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
+            + " Call its configure_model() first." * hasattr(module, "configure_model")
         )
     grouped = {name: vectors(module, names, clipping.vectors) for name, names in clipping.group(module).items()}
     clipped = clipping.mechanism(grouped, clipping.clip_norm)
