@@ -239,6 +239,28 @@ def test_if_compiling_fails_the_graph_runs_uncompiled(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("wanted", [None, True])
+def test_compiling_says_how_far_it_is_and_gives_up_unless_it_is_asked_for(monkeypatch, wanted):
+    now = [0.0]
+
+    def compile_slowly(graph, *_):
+        now[0] += 100
+        return graph
+
+    monkeypatch.setattr(compiled, "compile_graph", compile_slowly)
+    monkeypatch.setattr(compiled.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(compiled, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr("dpexp.privacy.gradients.tracer.seconds", lambda *_: 1.0)
+    module, loss_of = classifier()
+    engine = engine_of(module, wanted, rounds=900)  # of 1 s: at most 900 · 0.5/3 = 150 s are worth it
+    with pytest.warns(UserWarning, match="compiling the step: 1 of 3 stages after 100 s"):
+        found = sums_of(engine, loss_of, rows())
+    gave_up = reason_of(engine) == "not compiled: 2 of 3 stages took 200 s, of which it would not save 3 times"
+    assert gave_up is (wanted is None)
+    leaves = tuple(leaf[:, 0] for leaf in rows())
+    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, leaves, N)) < 1e-6
+
+
 @needs_compiler
 def test_a_compiled_graph_must_agree_with_the_uncompiled_one(monkeypatch):
     call = compiled.Compiled.__call__

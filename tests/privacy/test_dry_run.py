@@ -68,7 +68,8 @@ class Logged(Model):
 
 def test_a_number_that_is_only_logged_is_traced_and_logged_nowhere(tmp_path):
     logger = Everything()
-    (found,) = released(tmp_path, Logged(), rows(5), logger=logger)
+    with pytest.warns(UserWarning, match="training_step's also, loss, number are private, and are dropped; a logged"):
+        (found,) = released(tmp_path, Logged(), rows(5), logger=logger)
     assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6) and logger.told == []
 
 
@@ -98,7 +99,8 @@ class AdaptiveMinVariance(Model):
 
 def test_metrics_of_torchmetrics_tell_nothing_of_training(tmp_path):
     logger, module = Everything(), AdaptiveMinVariance()
-    found = released(tmp_path, module, rows(5), steps=3, logger=logger, log_every_n_steps=1)
+    with pytest.warns(UserWarning, match=r"training_step's accuracy, self.accuracy, self.several\S* are private"):
+        found = released(tmp_path, module, rows(5), steps=3, logger=logger, log_every_n_steps=1)
     assert torch.allclose(found[-1], sum_of_clipped(Model(), rows(5)), atol=1e-6)
     assert all(told.keys() <= {"epoch"} for _, told in logger.told)
     assert module.accuracy.update_count == 0, "and they are as before"
