@@ -187,13 +187,16 @@ class Watch(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tries the evaluations, once the training loader is made: `setup("test")` may change what makes it."""
-        if trainer.enable_validation and (loader := validation_loader(trainer)) is not None:
-            self._on_validated(_names_logged(trainer, pl_module, "validation", loader))
         data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        if is_overridden("test_step", pl_module) and is_overridden("test_dataloader", data):
+
+        def test_loader() -> Any:
             data.setup("test")
-            if (loader := data.test_dataloader()) is not None:
-                _names_logged(trainer, pl_module, "test", loader)
+            return data.test_dataloader()
+
+        if trainer.enable_validation:
+            self._on_validated(_names_logged(trainer, pl_module, "validation", lambda: validation_loader(trainer)))
+        if is_overridden("test_step", pl_module) and is_overridden("test_dataloader", data):
+            _names_logged(trainer, pl_module, "test", test_loader)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         done = trainer.global_step
@@ -224,8 +227,9 @@ def _check_weights(module: pl.LightningModule, rounds: int) -> None:
             )
 
 
-def _names_logged(trainer: pl.Trainer, module: pl.LightningModule, kind: str, loader: Any) -> set[str]:
-    """What a copy of the module logs in one public batch of a `validation` or `test`; empty if it cannot be copied.
+def _names_logged(trainer: pl.Trainer, module: pl.LightningModule, kind: str, load: Callable[[], Any]) -> set[str]:
+    """What a copy of the module logs in one public batch of a `validation` or `test`; empty if it cannot be copied, or
+    there is no such loader.
 
     Neither the module nor a random state changes, and no logger gets anything. Raises ConfigError if it fails.
     """
@@ -243,6 +247,8 @@ def _names_logged(trainer: pl.Trainer, module: pl.LightningModule, kind: str, lo
             return set()
         copied.on_test_epoch_end = lambda: None  # type: ignore[method-assign]  # it may need all batches
         try:
+            if (loader := load()) is None:
+                return set()
             (once.test if kind == "test" else once.validate)(copied, dataloaders=loader, verbose=False)
         except Exception as error:
             called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}

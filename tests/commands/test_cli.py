@@ -87,7 +87,7 @@ class Watched(Whole):
         assert not hasattr(self, 'tested') and not self.trainer.callback_metrics.keys() & {'test_accuracy'}
 
 class OtherLabels(Digits):
-    def __init__(self):
+    def __init__(self, users):
         super().__init__()
         self.test = TensorDataset(self.test.tensors[0], self.test.tensors[1] + self.more)
     def val_dataloader(self):
@@ -102,7 +102,7 @@ class Unreadable(OtherLabels):
         raise FileNotFoundError('no such file: test.npy')
 
 class Pairs(Digits):
-    def __init__(self):
+    def __init__(self, users):
         super().__init__()
         self.train = [(x, x) for x, y in self.train]
 
@@ -220,22 +220,22 @@ BAD = {
     "model=logistic model.classes=0": "model: it has no trainable parameter (all are frozen, or have no element)",
     "tracking=mlflow tracking.uri=sqlite:////dev/null/x.db": "tracking.uri=sqlite:////dev/null/x.db cannot be used",
     "data=mnist data.root=nowhere": "data.root=nowhere lacks train-images-idx3-ubyte.gz",
-    "data.shape=[1,9,9] model=mlp": "first batch of the validation set: Classifier.validation_step fails (RuntimeError",
+    "data.shape=[1,9,9] model=mlp": "batch of the validation set: Classifier.validation_step fails (RuntimeError",
     "data.classes=5 model=logistic": "is out of bounds.); data.shape and data.classes, or the model's own arguments",
     "data.module={_target_:own_for_test.OtherLabels} trainer.num_evaluations=0":
         "the first batch of the test set: Classifier.test_step fails (IndexError: Target 13 is out of bounds.)",
-    "data.module={_target_:own_for_test.OtherLabels} check=true": "the first batch of the test set: Classifier.test_step",
+    "data.module={_target_:own_for_test.OtherLabels} check=true": "the first batch of the test set: Classifier.tes",
     "data.module={_target_:own_for_test.NegativeLabels}": "test_step fails (IndexError: Target -1 is out of bounds.)",
     "data.module={_target_:own_for_test.Unreadable}":
         "the first batch of the test set: loading it fails (FileNotFoundError: no such file: test.npy)",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_los":
-        "EarlyStopping monitors test_los, which neither training_step nor the validation logs; known: epsilon, test_acc",
+        "EarlyStopping monitors test_los, which neither training_step nor the validation logs; known: epsilon, test_a",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_auc trainer.num_evaluations=0":
         "EarlyStopping monitors test_auc",
-    "callbacks=[early_stopping] callbacks.early_stopping.patience=long": "patience=long must be a number, as pytorch_li",
+    "callbacks=[early_stopping] callbacks.early_stopping.patience=long": "patience=long must be a number, as pyto",
     "callbacks=[ema] callbacks.ema.decay=[1]": "callbacks.ema.decay=[1] must be a number",
     "scheduler=linear_warmup scheduler.warmup=quick": "scheduler.warmup=quick must be a number",
-    "model=mlp model.width=wide": "model.width=wide",
+    "model=mlp model.hidden=wide": "mlp cannot be made of model.shape=[1, 8, 8], model.classes=10, model.hidden=wide: ",
     "privacy_unit=user privacy_unit.user_attribute=null data.module={_target_:own_for_test.Pairs}":
         "needs a data set in which each index is a list of a user's examples; it has a tuple, as an example is",
     "~model.shape ~model.classes model._target_=own_for_test.SeveralByHand":
