@@ -41,7 +41,7 @@ def test_honoured_options_reach_the_trainer(dpexp_job, monkeypatch):
 
     @functools.wraps(make)
     def noted(**options):
-        given.update(options)
+        given.update({name: value for name, value in options.items() if name not in given})
         return make(**options)
 
     monkeypatch.setattr(pl, "Trainer", noted)

@@ -206,7 +206,7 @@ class CompileDecision:
         elapsed = time.perf_counter() - self._began
         if elapsed > self._limit:
             raise TimeoutError(
-                f"{done} of {stages} stages took {elapsed:.0f} s, of which it would not save {_MIN_GAIN} times"
+                f"{done} of {stages} stages took {elapsed:.0f} s, more than 1/{_MIN_GAIN} of what it may save"
             )
         warnings.warn(f"compiling the step: {done} of {stages} stages after {elapsed:.0f} s.")
 
