@@ -21,8 +21,9 @@ MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 NoOptimizer = pl.core.optimizer._MockOptimizer  # where configure_optimizers returns none
 TrainerFn = pl.trainer.states.TrainerFn
 is_overridden = pl.utilities.model_helpers.is_overridden
+isolate_rng = pl.utilities.seed.isolate_rng
 
-__all__ = ["MisconfigurationException", "NoOptimizer", "TrainerFn", "is_overridden", "pl"]
+__all__ = ["MisconfigurationException", "NoOptimizer", "TrainerFn", "is_overridden", "isolate_rng", "pl"]
 
 
 def environment(name: str) -> Any:
@@ -36,8 +37,8 @@ def refuse_mixed(what: str, value: Any) -> None:
     other = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}[pl.__name__.partition(".")[0]]
     if other in packages:
         raise ConfigError(
-            f"{what}: {type(value).__name__} is of the package {other}, and dpexp uses {pl.__name__}, since {other} "
-            f"was not imported before dpexp; import {other} first, and use one of the two packages."
+            f"{what}: {type(value).__name__} is of the package {other}, and dpexp uses {pl.__name__}, since "
+            f"lightning was{' not' * (other == 'lightning')} imported before dpexp; import one of the two, before it."
         )
 
 

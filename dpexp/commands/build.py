@@ -1,6 +1,7 @@
 """Makes the objects of a composed configuration: module and privacy plan."""
 
 import hashlib
+import inspect
 import json
 import logging
 import re
@@ -10,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dpexp._lightning_compat import pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
@@ -118,10 +120,13 @@ def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
 def make(section: str, node: Any, **arguments: Any) -> Any:
     """Instantiates a `_target_` section; a mistake in it becomes a ConfigError."""
     target = str(node.get("_target_")) if node else ""
+    _check_numbers(section, target, node)
     if target.startswith("pytorch_lightning."):  # the job may use the other of Lightning's two packages
         node = {**node, "_target_": target.replace("pytorch_lightning", pl.__name__, 1)}
     try:
-        return instantiate(node, _convert_="all", **arguments)
+        made = instantiate(node, _convert_="all", **arguments)
+        refuse_mixed(section, made)
+        return made
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
@@ -132,7 +137,25 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
             raise ConfigError(
                 f"{key}={node[unknown[1]]} is no option of {target}; if an experiment sets it, remove it with ~{key}."
             ) from error
-        raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
+        given = ", ".join(f"{section}.{key}={value}" for key, value in node.items() if key != "_target_")
+        words = " ".join(str(cause).split()).rstrip(".")
+        raise ConfigError(f"{section}: {target} cannot be made{f' of {given}' * bool(given)}: {words}.") from error
+
+
+def _check_numbers(section: str, target: str, node: Any) -> None:
+    """Refuses text, lists and mappings for arguments that are numbers by the annotations of a `_target_`."""
+    try:
+        parameters = inspect.signature(get_object(target), eval_str=True).parameters
+    except Exception:  # no Python function, or an unknown name, which is refused where it is called
+        return
+    for key, parameter in parameters.items():
+        kind, value = parameter.annotation, node.get(key)
+        kinds = {*get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
+        if kinds <= _NUMBERS and isinstance(value, str | DictConfig | ListConfig):
+            raise ConfigError(f"{section}.{key}={value} must be a number, as {target} takes it.")
+
+
+_NUMBERS = {int, float, bool, type(None), torch.Tensor}
 
 
 def rounds_of(cfg: DictConfig) -> int:
@@ -196,7 +219,8 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
         raise ConfigError(
             f"model: {cfg.model._target_} gives an object of type {type(model).__name__}, not a torch.nn.Module."
         )
-    refuse_mixed("model", model)
+    if isinstance(model, pl.LightningModule):
+        model.configure_model()  # which may make parameters, and does nothing when Lightning calls it again
     normalise = _batchnorm(cfg)
     if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, PrivateBatchNorm)):
         model = normalise(model)

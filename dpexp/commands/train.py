@@ -127,12 +127,15 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     plan = job.plan
     others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
     if trial is None:
+        if plan and cfg.checkpoint.resume:
+            terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), rounds_done(output / CHECKPOINT))
         terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan), joint_note(cfg, plan)])
         if plan and (together := with_earlier(others, plan.ledger(), cfg.privacy.delta)):
             terminal.console.print(f"After this job, {together}.")
         terminal.print_trained_parameters(job.module)
     else:
-        warnings.filterwarnings("ignore", "the clipped gradients and noise of a round take")
+        said = "the clipped gradients and noise of a round take", "training_step's .* are dropped", "compiling the step"
+        warnings.filterwarnings("ignore", "|".join(said))
     with _track(cfg, plan, output, stop) as tracked:
         if cfg.train:
             result = _train(cfg, job, output, tracked, stop, others)

@@ -19,6 +19,7 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import CPU_BATCH
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import NonPrivatePreprocessing
+from dpexp.privacy.refusals import ONE_OPTIMIZER
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
@@ -74,7 +75,8 @@ def trainer_for(
     per_epoch = max(1, round(policy.rounds_per_epoch))
     max_batch = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, max_batch)
-    callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
+    watch = Watch(rounds, lambda names: setattr(private, "validated", names))
+    callbacks: list[pl.Callback] = [watch, private, LastCheckpoint(output / CHECKPOINT)]
     configured = [make(f"callbacks.{name}", node) for name, node in (cfg.callbacks or {}).items()]
     for name, callback in zip(cfg.callbacks or {}, configured, strict=True):
         if not isinstance(callback, pl.Callback):
@@ -127,8 +129,7 @@ def sentence(error: Exception) -> str | None:
 
 
 _MEANINGS = {
-    "Training with multiple optimizers": "optimizer: configure_optimizers gives several optimizers, and each round "
-    "releases one gradient for one step; give one, with a parameter group for each learning rate.",
+    "Training with multiple optimizers": f"optimizer: {ONE_OPTIMIZER}",
     "num_samples should be a positive integer": "data.module: the training set is empty.",
     "`train_dataloader` must be implemented": "data.module: it has no train_dataloader; let it give one DataLoader.",
 }

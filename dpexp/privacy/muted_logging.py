@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from dpexp._torch_compat import without_process_group
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.branches import HiddenNumber
 from dpexp.privacy.gradients.torch_functions import EXCHANGES
+from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import release
 from dpexp.privacy.round import PrivateRound
 
@@ -63,6 +65,17 @@ def unmute(module: pl.LightningModule) -> None:
             vars(metric).pop(name, None)
             if own is not None:
                 setattr(metric, name, own)
+
+
+def say_dropped(module: pl.LightningModule, logged: set[str], plan: PrivacyPlan) -> None:
+    """Warns of values of training_step that are not released, by name."""
+    names = logged - {vector.name for group in plan.groups for vector in group.vectors}
+    names |= {f"self.{name}" for name, part in module.named_modules() if _DROPPED in vars(part)}
+    if names:
+        warnings.warn(
+            f"training_step's {', '.join(sorted(names))} are private, and are dropped; a logged value can be released "
+            "with noise: private_metrics.release='{NAME: {clip_norm: 4, budget_share: 0.01}}'."
+        )
 
 
 _MUTED = ("forward", "update", "compute")

@@ -33,6 +33,12 @@ NO_POSITION = (
     "new run, and account for both."
 )
 
+ONE_OPTIMIZER = (
+    "a round releases one gradient, for one step: let configure_optimizers give one optimizer, with a parameter group "
+    "for each learning rate, and use automatic optimization; networks that take turns, as in a GAN, need a loop of "
+    "your own, with a dpexp.Private for each that learns from records (docs/own_loop.md)."
+)
+
 
 def refuse_mixing_layers(module: nn.Module) -> None:
     """Refuses layers that mix the records of a batch or store statistics of them."""
@@ -55,6 +61,13 @@ def refuse_mixing_layers(module: nn.Module) -> None:
             )
 
 
+def refuse_not_finite(module: nn.Module) -> None:
+    """Refuses initial weights that are NaN, or infinite where they are trained."""
+    for name, parameter in module.named_parameters():
+        if bool((~parameter.isfinite() if parameter.requires_grad else parameter.isnan()).any()):
+            raise ConfigError(f"model: its initial weights {name} are not finite; correct them, or model.weights.")
+
+
 def refuse_hooks(module: nn.Module) -> None:
     """Refuses gradient and backward hooks, since no gradient of a batch is ever computed."""
     for name, parameter in module.named_parameters():
@@ -74,10 +87,7 @@ def refuse_hooks(module: nn.Module) -> None:
 def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: int) -> None:
     """Refuses settings of the module and the Trainer that private training cannot honour."""
     if not pl_module.automatic_optimization:
-        raise ConfigError(
-            f"model: {type(pl_module).__name__} has automatic_optimization=False, so that a sample is not tied to one "
-            "release; use automatic optimization."
-        )
+        raise ConfigError(f"model: {type(pl_module).__name__} has automatic_optimization=False, but {ONE_OPTIMIZER}")
     for owner in (pl_module, getattr(trainer, "datamodule", None)):
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
             if owner is not None and is_overridden(hook, owner):

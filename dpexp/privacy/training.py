@@ -193,6 +193,7 @@ class PrivateTraining:
         max_records = self.max_physical_batch_size or first_batch(device)
         with processes.fail_together():
             refusals.refuse_mixing_layers(module)
+            refusals.refuse_not_finite(module)
             check()
             if self.unsafe_diagnostics:
                 processes.refuse_several_processes("diagnostics=unsafe shows one process's records")

@@ -200,6 +200,12 @@ def _released(estimates: MetricEstimates) -> Iterator[str]:
         yield f"{escape(name)} {value:.3g}" + (f" ± {sd:.1g}" if sd else "")
 
 
+def print_resumed(plan: PrivacyPlan, output: Path, delta: float, accountant: str, done: int) -> None:
+    """Prints after how many rounds a job goes on, and the ε of its ledger, rounds that it will repeat included."""
+    spent = epsilon(ledger_so_far(output / "ledger.jsonl"), delta, accountant)
+    _print(f"[bold]Resuming[/] at round {done} of {plan.rounds}, ε = {up(spent, 4)} spent at δ = {up(delta, 4)}")
+
+
 def print_interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant: str) -> None:
     """Prints how far an interrupted run came, its ε, and how to resume it."""
     path = output / "ledger.jsonl"

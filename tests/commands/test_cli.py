@@ -8,7 +8,9 @@ import sys
 import warnings
 
 import pytest
+import torch
 from jobs import result_of, store_of
+from safetensors.torch import load_file
 
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
@@ -55,6 +57,54 @@ class Empty(pl.LightningDataModule):
 
 class NoTrainingSet(pl.LightningDataModule):
     pass
+
+class SeveralByHand(TwoOptimizers):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+class Unfinished(Whole):
+    def __init__(self):
+        super().__init__()
+        self.net[1].weight.data[0, 0] = float('nan')
+
+class Later(Whole):
+    def __init__(self):
+        super().__init__()
+        self.net = None
+    def configure_model(self):
+        self.net = self.net or plain(4)
+
+class Foreign(Whole):
+    __module__ = 'lightning.pytorch.core'
+
+class Watched(Whole):
+    def test_step(self, batch, batch_idx):
+        self.tested = True
+        torch.rand(1)
+        return super().test_step(batch, batch_idx)
+    def on_train_end(self):
+        assert not hasattr(self, 'tested') and not self.trainer.callback_metrics.keys() & {'test_accuracy'}
+
+class OtherLabels(Digits):
+    def __init__(self, users):
+        super().__init__()
+        self.test = TensorDataset(self.test.tensors[0], self.test.tensors[1] + self.more)
+    def val_dataloader(self):
+        return Digits.test_dataloader(Digits())
+    more = 5
+
+class NegativeLabels(OtherLabels):
+    more = -1
+
+class Unreadable(OtherLabels):
+    def test_dataloader(self):
+        raise FileNotFoundError('no such file: test.npy')
+
+class Pairs(Digits):
+    def __init__(self, users):
+        super().__init__()
+        self.train = [(x, x) for x, y in self.train]
 
 class FullDisk(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
@@ -124,6 +174,22 @@ def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, ow
     assert set(result_of(plain)["groups"]) == set(result_of(whole)["groups"]) == {"early", "late"}
 
 
+def test_a_module_may_make_its_parameters_in_configure_model(dpexp_job, own):
+    output = dpexp_job(*SMALL, "~model.shape", "~model.classes", "model._target_=own_for_test.Later")
+    assert result_of(output)["groups"] and (output / "weights.safetensors").exists()
+
+
+def test_that_a_test_is_tried_changes_nothing(dpexp_job, own, monkeypatch):
+    from dpexp.training.callbacks import Watch
+
+    chosen = (*SMALL, "~model.shape", "~model.classes", "model._target_=own_for_test.Watched", "privacy.noise_seed=1")
+    tried = dpexp_job(*chosen)
+    monkeypatch.delattr(Watch, "on_train_start")
+    not_tried = dpexp_job(*chosen)
+    weights = [load_file(output / "weights.safetensors") for output in (tried, not_tried)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
 @pytest.mark.parametrize("callbacks, data", [("ema", "NoTestSet"), ("[]", "TestSetOfNone")])
 def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callbacks, data):
     with pytest.warns(UserWarning, match="could not be tested, and is kept: .*dataloader"):
@@ -149,15 +215,38 @@ BAD = {
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",
-    "optimizer.lr=abc": "optimizer.lr=abc",
+    "optimizer.lr=abc": "optimizer.lr=abc must be a number, as torch.optim.SGD takes it",
+    "optimizer.momentum=[0.9]": "optimizer.momentum=[0.9] must be a number",
     "model=logistic model.classes=0": "model: it has no trainable parameter (all are frozen, or have no element)",
     "tracking=mlflow tracking.uri=sqlite:////dev/null/x.db": "tracking.uri=sqlite:////dev/null/x.db cannot be used",
     "data=mnist data.root=nowhere": "data.root=nowhere lacks train-images-idx3-ubyte.gz",
-    "data.shape=[1,9,9] model=mlp": "cannot process the validation set's records, of shape [1, 8, 8]; data.shape",
-    "data.classes=5 model=logistic": "the validation set has a label 9; data.classes, or the model's own arguments",
+    "data.shape=[1,9,9] model=mlp": "batch of the validation set: Classifier.validation_step fails (RuntimeError",
+    "data.classes=5 model=logistic": "is out of bounds.); data.shape and data.classes, or the model's own arguments",
+    "data.module={_target_:own_for_test.OtherLabels} trainer.num_evaluations=0":
+        "the first batch of the test set: Classifier.test_step fails (IndexError: Target 13 is out of bounds.)",
+    "data.module={_target_:own_for_test.OtherLabels} check=true": "the first batch of the test set: Classifier.tes",
+    "data.module={_target_:own_for_test.NegativeLabels}": "test_step fails (IndexError: Target -1 is out of bounds.)",
+    "data.module={_target_:own_for_test.Unreadable}":
+        "the first batch of the test set: loading it fails (FileNotFoundError: no such file: test.npy)",
+    "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_los":
+        "EarlyStopping monitors test_los, which neither training_step nor the validation logs; known: epsilon, test_a",
+    "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_auc trainer.num_evaluations=0":
+        "EarlyStopping monitors test_auc",
+    "callbacks=[early_stopping] callbacks.early_stopping.patience=long": "patience=long must be a number, as pyto",
+    "callbacks=[ema] callbacks.ema.decay=[1]": "callbacks.ema.decay=[1] must be a number",
+    "scheduler=linear_warmup scheduler.warmup=quick": "scheduler.warmup=quick must be a number",
+    "model=mlp model.hidden=wide": "mlp cannot be made of model.shape=[1, 8, 8], model.classes=10, model.hidden=wide: ",
+    "privacy_unit=user privacy_unit.user_attribute=null data.module={_target_:own_for_test.Pairs}":
+        "needs a data set in which each index is a list of a user's examples; it has a tuple, as an example is",
+    "~model.shape ~model.classes model._target_=own_for_test.SeveralByHand":
+        "has automatic_optimization=False, but a round releases one gradient, for one step: let configure_optimizers",
+    "~model.shape ~model.classes model._target_=own_for_test.Unfinished":
+        "model: its initial weights net.1.weight are not finite",
+    "~model.shape ~model.classes model._target_=own_for_test.Foreign":
+        "is of the package lightning, and dpexp uses pytorch_lightning, since lightning was not imported before dpexp",
     "hydra.run.dir=/dev/null/here": "/dev/null/here cannot be written: Not a directory",
     "~model.shape ~model.classes model._target_=own_for_test.TwoOptimizers":
-        "optimizer: configure_optimizers gives several optimizers",
+        "as in a GAN, need a loop of your own, with a dpexp.Private for each that learns from records",
     "data.module._target_=own_for_test.Empty": "data.module: the training set is empty",
     "data.module._target_=own_for_test.NoTrainingSet": "data.module: it has no train_dataloader",
     "~model.shape ~model.classes model._target_=own_for_test.Whole preprocessing=[pca]":

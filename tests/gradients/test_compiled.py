@@ -239,6 +239,30 @@ def test_if_compiling_fails_the_graph_runs_uncompiled(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("wanted", [None, True])
+def test_compiling_says_how_far_it_is_and_gives_up_unless_it_is_asked_for(monkeypatch, wanted):
+    now = [0.0]
+
+    def compile_slowly(graph, *_):
+        now[0] += 100
+        return graph
+
+    monkeypatch.setattr(compiled, "compile_graph", compile_slowly)
+    monkeypatch.setattr(compiled.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(compiled, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr("dpexp.privacy.gradients.tracer.seconds", lambda *_: 1.0)
+    module, loss_of = classifier()
+    engine = engine_of(module, wanted, rounds=400)  # of 1 s: at most 400 · 0.5/3 = 67 s are worth it
+    with pytest.warns(UserWarning, match="compiling the step: 0 of 2 stages after 0 s"):
+        engine.begin()
+        engine.add_chunk(loss_of, rows(), N)
+    found = engine._sums
+    gave_up = reason_of(engine) == "not compiled: 1 of 2 stages took 100 s, more than 1/3 of what it may save"
+    assert gave_up is (wanted is None)
+    leaves = tuple(leaf[:, 0] for leaf in rows())
+    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, leaves, N)) < 1e-6
+
+
 @needs_compiler
 def test_a_compiled_graph_must_agree_with_the_uncompiled_one(monkeypatch):
     call = compiled.Compiled.__call__

@@ -565,6 +565,17 @@ class Manual(Model):
         self.automatic_optimization = False
 
 
+class Twice(Model):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
+
+
+def test_lightnings_advice_on_several_optimizers_has_a_note(tmp_path):
+    with pytest.raises(RuntimeError, match="automatic_optimization = False") as raised:
+        fit(tmp_path, Twice())
+    assert "dpexp.Private for each" in raised.value.__notes__[0]
+
+
 def model_with(optimizer):
     return lambda: Model(optimizer=optimizer)
 
@@ -582,7 +593,7 @@ FIRST = SubsetRandomSampler(range(10))
         (model_with(torch.optim.LBFGS), {}, "LBFGS"),
         (model_with(lambda p: torch.optim.SGD([*p, nn.Parameter(torch.zeros(2))], 0.1)), {}, "not among the module's"),
         (WithoutOptimizer, {}, "optimizer: configure_optimizers returns None"),
-        (Manual, {}, "automatic_optimization=False"),
+        (Manual, {}, "automatic_optimization=False, but a round releases one gradient.* a dpexp.Private for each"),
         (Centred, {}, r"Centred\.on_after_batch_transfer gets whole batches"),
         (Model, {"options": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches"),
         (Model, {"options": {"limit_train_batches": 3}}, "truncate samples"),

@@ -106,6 +106,25 @@ def test_metrics_of_torchmetrics_tell_nothing_of_training(tmp_path):
     assert module.accuracy.compute() == 1
 
 
+@pytest.mark.parametrize(
+    "module, release, names",
+    [
+        (Logged, (), "also, loss, number"),
+        (Logged, ("loss", "also"), "number"),
+        (Logged, ("loss", "also", "number"), None),
+        (AdaptiveMinVariance, (), "accuracy, self.accuracy, self.several"),
+        (Model, (), None),
+    ],
+)
+def test_values_that_are_dropped_are_named_before_the_first_round(tmp_path, recwarn, module, release, names):
+    module, metrics = module(), {name: {"clip_norm": 1.0, "budget_share": 0.1} for name in release}
+    plan = plan_of(module, n=5, q=1.0, steps=1, noise_multiplier=1.0, private_metrics=metrics)
+    data = DataLoader(Items(rows(5)), 2)
+    trainer(dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", unsafe_diagnostics=True)).fit(module, data)
+    said = [str(one.message) for one in recwarn if "are dropped" in str(one.message)]
+    assert [one.partition(" are private")[0] for one in said] == ([f"training_step's {names}"] if names else [])
+
+
 class Listing(Model):
     def __init__(self):
         super().__init__()

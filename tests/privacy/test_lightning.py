@@ -14,8 +14,9 @@ from jobs import result_of, store_of
 from safetensors import safe_open
 
 import dpexp
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.commands.trainer import OWN, REFUSED
+from dpexp.reporting.wording import up
 from dpexp.training import callbacks
 
 QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6",
@@ -40,7 +41,7 @@ def test_honoured_options_reach_the_trainer(dpexp_job, monkeypatch):
 
     @functools.wraps(make)
     def noted(**options):
-        given.update(options)
+        given.update({name: value for name, value in options.items() if name not in given})
         return make(**options)
 
     monkeypatch.setattr(pl, "Trainer", noted)
@@ -144,12 +145,14 @@ LONG = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=150", 
         "trainer.threads=1", "checkpoint.every_n_rounds=3")  # fmt: skip
 
 
-def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forked, tmp_path):
+def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forked, tmp_path, capsys):
     folder = tmp_path / "job"
     forked(*LONG, f"hydra.run.dir={folder}", before=signal_after(5, signal.SIGKILL)).ended()
     assert not (folder / "result.json").exists()
     before = (folder / "ledger.jsonl").read_bytes()
+    spent = up(dpexp.epsilon(ledger_so_far(folder / "ledger.jsonl"), 1e-4), 4)
     dpexp_job("resume", str(folder))
+    assert f"Resuming at round 3 of 150, ε = {spent} spent" in capsys.readouterr().out
     result, ledger = result_of(folder), read_ledger(folder / "ledger.jsonl")
     kept = before.rstrip().rpartition(b"\n")[0]  # the last line may be half a line, or the closing one
     assert (folder / "ledger.jsonl").read_bytes().startswith(kept)

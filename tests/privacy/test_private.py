@@ -261,3 +261,42 @@ def kill_at(step, trainer):
                 raise KeyboardInterrupt
 
     trainer.add_callback(Interrupt())
+
+
+def test_of_networks_that_take_turns_the_critic_is_private_while_the_generator_learns(tmp_path):
+    """Each release is that of the critic's loss with the present generator, and a record moves it by at most S = 1."""
+
+    def first_and_last_release(x):
+        torch.manual_seed(1)
+        generator, critic = (nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, d)) for d in (2, 1))
+        optimizers = torch.optim.SGD(critic.parameters(), 0.1), torch.optim.SGD(generator.parameters(), 0.1)
+        z, path = torch.randn(5, 2), tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl"
+
+        def critics_loss(critic, record):
+            return F.softplus(-critic(record[0])).mean() + F.softplus(critic(generator(z).detach())).mean()
+
+        def clipped_gradient(record):
+            found = torch.autograd.grad(critics_loss(critic, (record[None],)), [*critic.parameters()])
+            flat = torch.cat([g.flatten() for g in found])
+            return flat / flat.norm().clamp(min=1)
+
+        sampling, target = dpexp.Sampling("full_batch", steps=3), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
+        private = dpexp.Private(
+            critic, optimizers[0], dpexp.make_plan(critic, n=10, sampling=sampling, target=target), path, noise_seed=3
+        )
+        found = []
+        for sample in private.rounds(TensorDataset(x)):
+            before, expected = nn.utils.parameters_to_vector(critic.parameters()), sum(map(clipped_gradient, x))
+            private.step(critics_loss, sample)
+            found.append((before - nn.utils.parameters_to_vector(critic.parameters())).detach() * 10 / 0.1)
+            assert torch.allclose(found[-1], expected, atol=1e-4)
+            F.softplus(-critic(generator(z))).mean().backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        return found[0], found[-1]
+
+    x = torch.randn(10, 2, generator=torch.Generator().manual_seed(0))
+    (first, last), (other, _) = first_and_last_release(x), first_and_last_release(torch.cat([x[:-1], 1e3 * x[-1:]]))
+    without, _ = first_and_last_release(x[:-1])
+    assert not torch.allclose(first, last, atol=1e-3)
+    assert max((first - without).norm(), (other - without).norm()) <= 1 + 1e-4

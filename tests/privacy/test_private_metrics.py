@@ -208,8 +208,9 @@ def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job,
     assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
 
 
-def test_a_run_shows_what_it_released(dpexp_job, tmp_path):
+def test_a_run_shows_what_it_released(dpexp_job, tmp_path, recwarn):
     output = dpexp_job(ASKED, *SMALL[:3], "privacy.noise_multiplier=1.0")
+    assert not [one for one in recwarn if "are dropped" in str(one.message)]
     result = result_of(output)
     assert set(result["released"]) == {"train_loss", "train_accuracy"}
     assert (output / "released.png").read_bytes().startswith(b"\x89PNG")

@@ -319,6 +319,8 @@ def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
         ConfigError, match=r"privacy_unit.user_attribute=user_of must be an attribute of the training data set"
     ):
         released(tmp_path, TensorDataset(x, y), User(8, "user_of"), users=4)
+    with pytest.raises(ConfigError, match=r"a list of as many integers; there is a list of another length"):
+        released(tmp_path, a_data_set(TensorDataset, x, y, [1, 2]), User(8, "user_of"), users=4)
 
 
 def test_a_job_tells_its_unit(dpexp_job):
@@ -331,6 +333,15 @@ def test_a_job_tells_its_unit(dpexp_job):
 
     client = store_of(output.parents[2])
     assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.privacy_unit"] == "user"
+
+
+def test_a_pair_is_an_example_and_no_list_of_two(tmp_path):
+    x, y = rows(8)
+    with pytest.raises(ConfigError, match="each index is a list of a user's examples; it has a tuple, as an example"):
+        released(tmp_path, [(a, a) for a in x], User(2, None))
+    pairs = [(a, b) for a, b in zip(x, y, strict=True)]
+    for data in ([pairs[:4], pairs[4:]], [tuple(pairs[:4]), tuple(pairs[4:])]):
+        assert [len(User(8, None).units(data).examples(data, (i, bytes(32)))) for i in range(2)] == [4, 4]
 
 
 def test_a_data_set_of_tensors_has_no_lists_of_examples():

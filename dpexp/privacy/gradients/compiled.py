@@ -40,6 +40,7 @@ def computed_once(x: Tensor) -> Tensor:
     return marked if marked.stride() == x.stride() else materialise(x.contiguous())
 
 
+Progress = Callable[[int, int], None]
 MARK = torch.ops.dpexp.materialise.default
 _OPTIONS = {
     "fallback_random": True,  # draws are those of the uncompiled graph
@@ -49,14 +50,15 @@ _OPTIONS = {
 
 class Compiled:
     """A graph compiled for inputs of these shapes, strides and dtypes, of which the first `num_state` are parameters
-    and buffers. An error says why it cannot be; for example, there is no C++ compiler."""
+    and buffers. An error says why it cannot be; for example, there is no C++ compiler. `progress(done, stages)` is
+    called before each stage."""
 
-    def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor], num_state: int) -> None:
+    def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor], num_state: int, *progress: Progress) -> None:
         run = fx.GraphModule(run, copy.deepcopy(run.graph))  # with the same constants
         self._constants = _constants_as_inputs(run)
-        with no_torch_functions(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # inductor's own
-            pure = make_fx(torch.func.functionalize(run))(*inputs, *self._constants)
+        with no_torch_functions():
+            with warnings.catch_warnings(action="ignore"):
+                pure = make_fx(torch.func.functionalize(run))(*inputs, *self._constants)
             pure.graph.eliminate_dead_code()
             _check_functions(pure.graph, num_state, len(inputs))
             stages = _stages(pure.graph)
@@ -65,7 +67,10 @@ class Compiled:
                     node.replace_all_uses_with(node.args[0])
                     pure.graph.erase_node(node)
             self._stages = split_module(pure, pure, stages.__getitem__)
-            _StageCompiler(self._stages).run(*inputs, *self._constants)
+            compiler = _StageCompiler(self._stages)
+            count = len([*self._stages.children()])
+            compiler.before = lambda stage: [say(int(stage.rpartition("_")[2]), count) for say in progress]
+            compiler.run(*inputs, *self._constants)
         self._stages.recompile()
         self._layouts = [*map(_layout, inputs)]
 
@@ -122,8 +127,12 @@ def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
 class _StageCompiler(fx.Interpreter):
     """Compiles each stage for the results of the stages before it."""
 
+    before: Callable[[str], object]  # called with each stage's name
+
     def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        stage = compile_graph(getattr(self.module, target), [*args], _OPTIONS)
+        self.before(target)
+        with warnings.catch_warnings(action="ignore"):  # inductor's own
+            stage = compile_graph(getattr(self.module, target), [*args], _OPTIONS)
         delattr(self.module, target)
         setattr(self.module, target, stage)
         return stage(*args)
@@ -159,6 +168,7 @@ class CompileDecision:
         self.decided = wanted
         self.reason = ""
         self.rounds = rounds
+        self._began, self._limit = 0.0, math.inf  # of compiling, in seconds
         self._sizes = [max(1.0, mean + std * z) for z in NormalDist().quantiles(100)] if std else [mean]
 
     def rows(self, usual: int, flops: float, parameters: int) -> int:
@@ -181,14 +191,24 @@ class CompileDecision:
 
     def worth_trying(self, seconds: float, nodes: int) -> bool:
         """Whether compiling may save time, given the seconds of a round and the number of operators."""
-        estimate = 5 + nodes / 50
-        if self.decided is None and self.rounds * seconds * _MAX_SAVING < _MIN_GAIN * estimate:
+        estimate, limit = 5 + nodes / 50, self.rounds * seconds * _MAX_SAVING / _MIN_GAIN
+        self._began, self._limit = time.perf_counter(), math.inf if self.decided else limit
+        if self.decided is None and limit < estimate:
             self.decided = False
             self.reason = (
                 f"not compiled, since {self.rounds} rounds of {_ms(seconds)} would not save {_MIN_GAIN} times the "
                 f"{estimate:.0f} s that compiling may take; trainer.compile=true compiles in any case"
             )
         return self.decided is not False
+
+    def progress(self, done: int, stages: int) -> None:
+        """Says how far compiling is; raises TimeoutError once it takes longer than may pay, unless it is asked for."""
+        elapsed = time.perf_counter() - self._began
+        if elapsed > self._limit:
+            raise TimeoutError(
+                f"{done} of {stages} stages took {elapsed:.0f} s, more than 1/{_MIN_GAIN} of what it may save"
+            )
+        warnings.warn(f"compiling the step: {done} of {stages} stages after {elapsed:.0f} s.")
 
     def compare(self, rows: int, before: float, after: float, duration: float) -> bool:
         """Whether the compiled graph is used, given the seconds of a round before and after, and of compiling."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from dpexp._torch_compat import operator_function, tree_flatten, tree_unflatten
-from dpexp.privacy.gradients.compiled import MARK, Compiled
+from dpexp.privacy.gradients.compiled import MARK, Compiled, Progress
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.state_checks import digest
 
@@ -59,9 +59,9 @@ class Graph:
         with torch.no_grad(), full_precision(device):
             return dict(zip(self.outputs, run(*inputs), strict=True))
 
-    def compile(self, inputs: Sequence[Tensor], device: torch.device) -> "Graph":
+    def compile(self, inputs: Sequence[Tensor], device: torch.device, *progress: Progress) -> "Graph":
         with torch.no_grad(), full_precision(device):
-            return replace(self, compiled=Compiled(self.run, inputs, len(self.input_specs)))
+            return replace(self, compiled=Compiled(self.run, inputs, len(self.input_specs), *progress))
 
     @cached_property
     def draws(self) -> bool:

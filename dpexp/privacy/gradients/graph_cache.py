@@ -93,7 +93,7 @@ class Graphs:
             time.perf_counter(),
         )
         try:
-            fast = tracer.compiled(graph, records)
+            fast = tracer.compiled(graph, records, compiling.progress)
             tracer.prove(fast, chunk, self._synthetic, rows)
         except Exception as error:
             compiling.failed(explain(error))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpexp._torch_compat import quick_tracing
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
-from dpexp.privacy.gradients.compiled import flops_of, seconds
+from dpexp.privacy.gradients.compiled import Progress, flops_of, seconds
 from dpexp.privacy.gradients.graph import Graph, Template
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ChunkGradients, VmapPass
@@ -200,11 +200,11 @@ class Tracer:
     def flops(self, graph: Graph, records: Chunk) -> int:
         return flops_of(lambda: graph(self._inputs(records), self.device))
 
-    def compiled(self, graph: Graph, records: Chunk) -> Graph:
+    def compiled(self, graph: Graph, records: Chunk, *progress: Progress) -> Graph:
         """The graph compiled; raises NotTraceable if it differs from the uncompiled one, or refuses some records."""
         inputs, state = self._inputs(records), random_state(self.device)
         self._check_refuses_none(graph, records)
-        fast = graph.compile(inputs, self.device)
+        fast = graph.compile(inputs, self.device, *progress)
         assert fast.compiled
         if not fast.compiled.fits(self._inputs(records, self.inputs.perturbed())):
             raise NotTraceable("a parameter's strides are not the usual ones")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from dpexp._lightning_compat import refuse_mixed
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
@@ -94,6 +95,7 @@ def make_plan(
         ConfigError: a value is out of range, options contradict each other, the accountant does not cover the policy
             and adjacency, or a layer of the model mixes records.
     """
+    refuse_mixed("model", module)
     refuse_mixing_layers(module)
     clipping, allocation = clipping or Clipping(), allocation or Proportional()
     noise, schedules, privacy_unit = noise or Noise(), schedules or Schedules(), privacy_unit or Example()
@@ -107,6 +109,7 @@ def make_plan(
     if not trainable(module):
         raise ConfigError(
             "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
+            + " Call its configure_model() first." * hasattr(module, "configure_model")
         )
     grouped = {name: vectors(module, names, clipping.vectors) for name, names in clipping.group(module).items()}
     clipped = clipping.mechanism(grouped, clipping.clip_norm)

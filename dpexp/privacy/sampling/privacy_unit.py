@@ -173,6 +173,7 @@ class User(Example):
         listed = hasattr(user_of, "__len__") and hasattr(user_of, "__getitem__") and not isinstance(user_of, Mapping)
         if not listed or len(user_of) != len(dataset) or not all(map(_is_number, user_of)):
             has = f"none on its {type(dataset).__name__}" if user_of is None else f"a {type(user_of).__name__}"
+            has += " of another length" if listed and len(user_of) != len(dataset) else ""
             raise ConfigError(
                 f"privacy_unit.user_attribute={self.user_attribute} must be an attribute of the training data set "
                 f"with the user of each example, a list of as many integers; there is {has}."
@@ -236,8 +237,9 @@ class _Lists(Units):
 
         i, key = drawn
         examples = dataset[i]
-        if not isinstance(examples, list | tuple):
-            raise ConfigError(f"{_OF_LISTS}; it has a {type(examples).__name__}.")
+        is_example = isinstance(examples, tuple) and not all(isinstance(one, tuple | list | dict) for one in examples)
+        if is_example or not isinstance(examples, list | tuple):
+            raise ConfigError(f"{_OF_LISTS}; it has a {type(examples).__name__}{', as an example is' * is_example}.")
         return [examples[k] for k in self._chosen(len(examples), KeyStream(key))]
 
 
