@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from dpexp._lightning_compat import MisconfigurationException, pl
 from dpexp.commands.build import make, module_of, silence_lightning, spent_before
+from dpexp.commands.command_line import as_overrides, is_option
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -85,8 +86,8 @@ def _load_pyfunc(path: str) -> _Served:
 
 def _run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
     """The run and the options of a command line `RUN key=value …`; `known`: the keys of the options."""
-    options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    runs = [argument for argument in arguments if "=" not in argument]
+    options = dict(argument.split("=", 1) for argument in arguments if is_option(argument))
+    runs = [argument for argument in arguments if not is_option(argument)]
     if "data" in known and "data" not in options and len(runs) == 2:
         options["data"] = runs.pop()
     for key in options:
@@ -344,7 +345,7 @@ def resume(arguments: Sequence[str]) -> list[str]:
     sources = [s["path"] for s in hydra["runtime"]["config_sources"] if s["provider"] == "command-line"]
     os.chdir(hydra["runtime"]["cwd"])
     flags = [f"--config-dir={path}" for path in sources]
-    return [*flags, *task, f"hydra.run.dir={folder}", "checkpoint.resume=true"]
+    return as_overrides([*flags, *task, f"hydra.run.dir={folder}", "checkpoint.resume=true"])
 
 
 def check_resumable(cfg: DictConfig, output: Path) -> None:

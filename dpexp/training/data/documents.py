@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError, RecordError, positive_integer
 from dpexp.training.classifier import scores_of
-from dpexp.training.data.raw import RawData
+from dpexp.training.data.raw import RawData, text_of
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
 
@@ -161,12 +161,12 @@ class Documents(_Texts):
             return self._encoded(rows)
         rows = [
             row for row, ids in zip(rows, self._ids(rows), strict=True)
-            if ids and row.get(self._user) is not None and str(row[self._user]).strip()
+            if ids and text_of(row.get(self._user))
         ]  # fmt: skip
         if not rows:
             raise ConfigError(f"data.path={self._path} has no record with both {self._text} and {self._user}.")
         data, code = self._encoded(rows), dict[str, int]()
-        users = [code.setdefault(str(row[self._user]), len(code)) for row in rows]
+        users = [code.setdefault(text_of(row[self._user]), len(code)) for row in rows]
         data.user_of = [users[k] for k in self._sources]  # type: ignore[attr-defined]
         return data
 
@@ -226,7 +226,7 @@ class LabelledTexts(_Texts):
         text: str = "text", batch_size: int = 16,
     ) -> None:  # fmt: skip
         super().__init__(path, test_path, tokenizer, length, text, batch_size)
-        self.class_names = [str(name) for name in class_names]
+        self.class_names = [text_of(name) for name in class_names]
         if len({*self.class_names}) < max(2, len(self.class_names)):
             raise ConfigError(f"data.class_names={class_names} must be at least two different names of classes.")
         self._label, self._fields["data.label"] = label, label
@@ -243,7 +243,7 @@ class LabelledTexts(_Texts):
 
     def _encoded(self, rows: list[dict[str, Any]]) -> Tokens:
         code = {name: k for k, name in enumerate(self.class_names or ())}
-        labels = [code.get(str(row.get(self._label)), IGNORED) for row in rows]
+        labels = [code.get(text_of(row.get(self._label)), IGNORED) for row in rows]
         return Tokens(self._ids(rows, self.length), self.length, self._tokenizer.pad_token_id, labels)
 
     def encode(self, inputs: "DataFrame") -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import csv
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
 
     file = Path(path).expanduser()
     try:
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
             source = parquet.ParquetFile(file)
@@ -111,32 +112,43 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
                     {name: _series(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
                 )
             return
+        first, form = layout_of(file)
+        if not first:
+            raise ConfigError(f"{key}={path} is empty; its first line must name the columns.")
+        names = next(csv.reader([first], delimiter=form["sep"]))
+        _check_names(f"{key}={path}", [name.strip() for name in names])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of single rows
             parts = pd.read_csv(
-                file, sep=_delimiter(key, file), dtype=str, keep_default_na=False, skipinitialspace=True,
-                chunksize=_ROWS, encoding="utf-8-sig", index_col=False,
-            )  # fmt: skip
+                file, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS, index_col=False, **form
+            )
         with parts:
             yield from (part.fillna("") for part in parts)
     except ConfigError:
         raise
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}={path} is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8.") from error
-    except (OSError, ValueError) as error:
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{key}={path} is not in UTF-8, or UTF-16 with its mark; convert it, as by iconv -f latin1 -t utf-8."
+        ) from error
+    except Exception as error:  # each compression has its own
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
         raise ConfigError(f"{key}={path} cannot be read as a table: {reason}.") from error
 
 
-def _delimiter(key: str, file: Path) -> str:
-    """The delimiter of a CSV file, which occurs most often in its header."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        first = lines.readline().rstrip("\r\n")
-    if not first:
-        raise ConfigError(f"{key}={file} is empty; its first line must name the columns.")
-    delimiter = max(_DELIMITERS, key=first.count)
-    _check_names(f"{key}={file}", [name.strip() for name in next(csv.reader([first], delimiter=delimiter))])
-    return delimiter
+def layout_of(file: Path) -> tuple[str, dict[str, Any]]:
+    """The first line of a CSV file, which may be compressed, and its `encoding` and `sep` for pandas: the delimiter
+    that occurs most often in that line."""
+    from pandas.io.common import get_handle
+
+    with get_handle(file, "rb", is_text=False, compression="infer") as opened:
+        start = opened.handle.read(4)
+    marks = ((b"\xff\xfe\0\0", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
+    encoding = next((name for mark, name in marks if start.startswith(mark)), "utf-8-sig")
+    with get_handle(file, "r", encoding=encoding, compression="infer") as opened:
+        first = str(opened.handle.readline()).rstrip("\r\n")
+    if "\0" in first:
+        raise UnicodeError("a text has no NUL")
+    return first, {"encoding": encoding, "sep": max(_DELIMITERS, key=first.count)}
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:
@@ -164,19 +176,25 @@ def _series(column: Any) -> "Series":
 
 
 def texts_of(values: "Series") -> "Series":
-    """Each value as a text without blanks around it; "" if it is missing. A whole number has no decimal point, so that
-    other rows, which may make a column one of floats, do not matter."""
+    """`text_of` each value."""
     from pandas.api.types import is_string_dtype
 
-    if is_string_dtype(values.dtype):
-        return values.fillna("").astype(str).str.strip()
-    return values.astype(object).map(_text).astype(str)
+    if not is_string_dtype(values.dtype):
+        return values.astype(object).map(text_of).astype(str)
+    texts = values.fillna("").astype(str).str.strip()
+    may_be_float = texts.str.endswith(".0") | texts.str.contains("e+", regex=False)
+    return texts.where(~may_be_float, texts[may_be_float].map(text_of))
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value as a text without blanks around it; "" if it is missing. A whole number has no decimal point, also where
+    other rows made its column one of floats: 1, 1.0, "1" and "1.0" are one value."""
     from pandas import NA
 
     if value is None or value is NA or value != value:
         return ""
-    is_whole = isinstance(value, float) and value.is_integer()
-    return str(int(value) if is_whole else value).strip()
+    text = str(value).strip()
+    with suppress(ValueError):
+        if float(text).is_integer() and repr(float(text)) == text:
+            return str(int(float(text)))
+    return text
