@@ -7,7 +7,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp._lightning_compat import pl, refuse_mixed
+from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.allocation import Explicit
 from dpexp.privacy.plan.clipping import Joint, same_as_separate
@@ -152,6 +152,26 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
                 f"{key}={node[unknown[1]]} is no option of {target}; if an experiment sets it, remove it with ~{key}."
             ) from error
         raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
+
+
+def data_of(cfg: DictConfig) -> pl.LightningDataModule:
+    """The data module; an error in its hooks, which read files, becomes a ConfigError."""
+    data = make("data.module", cfg.data.module)
+    for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader"):
+        if callable(hook := getattr(data, name, None)):
+            setattr(data, name, _refusing(f"data.module: {name} of {cfg.data.module._target_}")(hook))
+    return data
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, MisconfigurationException):
+        raise
+    except Exception as error:
+        said = " ".join(words_of(error).split()).rstrip(".")
+        raise ConfigError(f"{what} failed ({type(error).__name__}: {said}).") from error
 
 
 def rounds_of(cfg: DictConfig) -> int:

@@ -197,10 +197,9 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
     config.register()
     own = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
     check([*([] if config_dir is None else ["--config-dir", str(config_dir)]), *overrides])
-    overrides = as_overrides(overrides)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose_by_hydra("config", [*overrides, *own])
+            return compose_by_hydra("config", [*as_overrides(overrides), *own])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(sentence(error)) from error
 

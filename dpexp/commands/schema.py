@@ -32,10 +32,8 @@ _HEAD = """\
 """
 # How numbers and dates may be written; of these, the first and the second one may be confused:
 _FORMS: dict[str, list[dict[str, str]]] = {
-    "number": [
-        {"thousands": ","}, {"decimal": ","}, {"decimal": ",", "thousands": "."}, {"thousands": " "},
-        {"decimal": ",", "thousands": " "}, {"thousands": "'"}, {"thousands": "’"},
-    ],
+    "number": [{"thousands": ","}, {"decimal": ","}, {"decimal": ",", "thousands": "."}, {"thousands": " "},
+               {"decimal": ",", "thousands": " "}, {"thousands": "'"}, {"thousands": "’"}],
     "date": [{"format": "%d/%m/%Y"}, {"format": "%m/%d/%Y"}, {"format": "%d.%m.%Y"}, {"format": "%Y/%m/%d"}],
 }  # fmt: skip
 
@@ -67,7 +65,7 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
         raise ConfigError("schema needs data.path, a file with the training rows.")
     if cfg.epsilon is not None:
         return _released(cfg, path, person)
-    out = Path(cfg.out or Path(path).with_suffix(".yaml").name)
+    out = Path(cfg.out or Path(path).name.removesuffix(Path(path).suffix).removesuffix(".csv") + ".yaml")
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another file.")
     columns = {str(name): _guessed(rows) for name, rows in next(rows_of("data.path", path)).items()}
@@ -76,7 +74,13 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     content: dict[str, Any] = {"rows": None} | ({} if person == "row" else {"persons": None})
     if cfg.unsafe:
         content |= _in_the_clear(path, person, columns)
-    _say_guesses(columns)
+    for said, fits in (
+        ("Ignored, since most texts differ or all are missing", lambda facts: facts["kind"] == "ignored"),
+        ("Two ways to read them fit; write the right one into decimal, thousands or format",
+         lambda facts: any(facts.get(key, "") is None for key in OPTIONS[facts["kind"]])),
+    ):  # fmt: skip
+        if names := [name for name, facts in columns.items() if fits(facts)]:
+            console.print(f"{said}: {', '.join(names)}.", soft_wrap=True, markup=False)
     return _write(out, path, content | {"columns": columns})
 
 
@@ -90,29 +94,16 @@ def _write(out: Path, path: str, content: dict[str, Any]) -> dict[str, Any]:
 def _guessed(values: Any) -> dict[str, Any]:
     """A column's kind, from its first rows, with its facts empty, and how it is written; empty if two ways fit."""
     values = values.head(1000)
-    texts = texts_of(values)
-    is_missing = texts.str.lower().isin(MISSING)
+    is_missing = texts_of(values).str.lower().isin(MISSING)
     for kind, forms in _FORMS.items():
         counts = [np.isfinite(numbers_of(values, {"kind": kind} | form)).sum() for form in ({}, *forms)]
         if (best := max(counts)) > 0.5 * (~is_missing).sum():
             form = ({}, *forms)[counts.index(best)]
             asks = counts[0] < counts[1] == counts[2] == best
             return {"kind": kind} | dict.fromkeys(KINDS[kind]) | (dict.fromkeys(form) if asks else form)
-    is_name = is_missing.all() or (len(values) > 20 and values.nunique() > 0.5 * len(values))
-    kind = "ignored" if is_name else "category"
+    is_name = len(values) > 20 and values.nunique() > 0.5 * len(values)
+    kind = "ignored" if is_name or is_missing.all() else "category"
     return {"kind": kind} | dict.fromkeys(KINDS[kind])
-
-
-def _say_guesses(columns: dict[str, Any]) -> None:
-    ignored = [name for name, facts in columns.items() if facts["kind"] == "ignored"]
-    said = [f"Ignored, since most of its texts differ or all are missing: {', '.join(ignored)}."] if ignored else []
-    for name, facts in columns.items():
-        for key in {*facts} & {*OPTIONS[facts["kind"]]}:
-            one, other = _FORMS[facts["kind"]][:2]
-            fits = f"{key} {facts[key]!r} was guessed" if facts[key] else f"both {one} and {other} fit; write one of them"
-            said.append(f"{name}: {fits}.")
-    for sentence in said:
-        console.print(sentence, soft_wrap=True, markup=False)
 
 
 def _in_the_clear(path: str, person: str, columns: dict[str, Any]) -> dict[str, Any]:

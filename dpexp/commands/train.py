@@ -22,8 +22,8 @@ from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
     accountants,
     add_scheduler,
+    data_of,
     joint_note,
-    make,
     module_of,
     plan_for,
     rounds_of,
@@ -204,7 +204,7 @@ def _make_job(
         OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg, load_weights=not cfg.checkpoint.resume)  # right after the seed: reproducible
-    data = make("data.module", cfg.data.module)
+    data = data_of(cfg)
     if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None

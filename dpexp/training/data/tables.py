@@ -88,9 +88,7 @@ class Table(RawData):
 
     def encode(self, inputs: "DataFrame") -> Tensor:
         """x [N, features]."""
-        missing = [name for name, facts in self._columns.items() if facts["kind"] != "ignored" and name not in inputs]
-        if missing:
-            raise ConfigError(f"data: there is no column {missing[0]}; the columns are {', '.join(inputs.columns)}.")
+        self._check_columns("data", inputs, {})
         parts = self._parts(inputs)
         self._report("data", inputs, parts)
         return torch.from_numpy(np.concatenate([*parts.values()], 1))
@@ -101,8 +99,7 @@ class Table(RawData):
         return {name: _encoded(rows[name], facts) for name, facts in used.items()}
 
     def _report(self, where: str, rows: "DataFrame", parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
-        """Counts the values of public rows that are neither known nor missing in a warning; if `refuse`, refuses a column
-        without a known value."""
+        """Warns of values of public rows that are neither known nor missing. `refuse`: refuses columns without any."""
         said = []
         for name, part in parts.items():
             facts = self._facts if name == self._target else self._columns[name]
@@ -110,12 +107,11 @@ class Table(RawData):
             if refuse and not known.any():
                 raise ConfigError(f"{where}: in no row is {name} {wanted}; correct data.schema or the file.")
             texts = texts_of(rows[name][~known])
-            odd = texts[~texts.str.lower().isin(MISSING)].tolist()
-            if odd:
-                said.append(f"in {len(odd)} of {len(rows)} rows {name} is not {wanted}, but {odd[0][:40]!r} or the like")
+            if len(odd := texts[~texts.str.lower().isin(MISSING)]):
+                said.append(f"in {len(odd)} of {len(rows)} rows {name} is not {wanted}: {odd.iloc[0][:40]!r}")
         if said:
-            advice = "which counts as missing; data.schema may declare decimal, thousands and format"
-            warnings.warn(f"{where}: {'; '.join(said)}, {advice}")
+            advice = "They count as missing; data.schema may declare decimal and thousands of a number."
+            warnings.warn(f"{where}: {'; '.join(said)}. {advice}")
 
     def decode(self, outputs: Tensor) -> Tensor:
         low, high = self._facts["min"], self._facts["max"]
@@ -126,9 +122,10 @@ class Table(RawData):
 
         found: list[tuple[Tensor, Tensor]] = []
         people: list[Series] = []
+        named = {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
         chunks = self._split(key, path, in_test)
         for rows in chunks if in_test is False else [concat(chunks)]:
-            self._check_columns(key, path, rows)
+            self._check_columns(f"{key}={path}", rows, named)
             y, parts = _encoded(rows[self._target], self._facts), self._parts(rows)
             known = _known(y, self._facts)
             if self._person != "row":
@@ -159,22 +156,22 @@ class Table(RawData):
                 rows = rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
             yield rows
 
-    def _check_columns(self, key: str, path: str, rows: "DataFrame") -> None:
-        wanted = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
-        wanted |= {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
-        for name, origin in wanted.items():
+    def _check_columns(self, where: str, rows: "DataFrame", others: dict[str, str]) -> None:
+        used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
+        for name, origin in (used | others).items():
             if name not in rows:
-                raise ConfigError(
-                    f"{key}={path} has no column {name}, which {origin} names; its columns are "
-                    f"{', '.join(map(str, rows.columns))}."
-                )
+                has = ", ".join(map(str, rows.columns))
+                raise ConfigError(f"{where} has no column {name}, which {origin} names; its columns are {has}.")
 
 
 def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
     """float32 [N, …]: a scaled number, whether it is missing, and a date's month and weekday; or indicators of a
     category's values."""
+    from pandas import Index
+
     if facts["kind"] == "category":
-        return (_codes(values, facts)[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
+        codes = Index(facts["values"]).get_indexer(Index(texts_of(values)))
+        return (codes[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
     x = numbers_of(values, facts)
     low, high = (_days(facts[key]) if facts["kind"] == "date" else facts[key] for key in ("min", "max"))
     is_missing = ~np.isfinite(x)
@@ -189,7 +186,7 @@ def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
     return np.stack(columns, 1).astype(np.float32)
 
 
-def _known(part: np.ndarray, facts: Mapping[str, Any]) -> np.ndarray:
+def _known(part: np.ndarray, facts: Mapping[str, Any]) -> Any:
     """bool [N]: which values of an encoded column are known."""
     return part.any(1) if facts["kind"] == "category" else part[:, 1] == 0
 
@@ -220,7 +217,7 @@ def numbers_of(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
 
 
 def _plain_number(value: Any, decimal: str, thousands: str) -> str:
-    """A number as Python writes it, of a text in which these signs have their places; "" for another text with a dot."""
+    """A number as Python writes it, of a text that has these signs in their places."""
     if not isinstance(value, str):
         return text_of(value)
     head, point, tail = value.strip().partition(decimal)
@@ -237,12 +234,6 @@ def _days(value: Any, form: str | None = None) -> float:
     except ValueError:
         return np.nan
     return (moment.replace(tzinfo=None) - datetime(1970, 1, 1)) / timedelta(days=1)
-
-
-def _codes(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
-    from pandas import Index
-
-    return Index(facts["values"]).get_indexer(Index(texts_of(values)))
 
 
 def facts_of(schema: str | None, target: str | None, person: str | None) -> dict[str, Any]:
@@ -301,13 +292,11 @@ def read_schema(schema: str) -> dict[str, Any]:
 
 
 def _check_options(where: str, facts: dict[str, Any]) -> None:
-    for key in OPTIONS[facts["kind"]]:
-        if not isinstance(facts.get(key, ""), str):
-            raise ConfigError(f"{where}.{key}={facts[key]} must be a text, as ','; or leave it out.")
-    decimal, thousands, form = facts.get("decimal", "."), facts.get("thousands", ""), facts.get("format", "%Y")
+    decimal, thousands = str(facts.get("decimal", ".")), str(facts.get("thousands", ""))
     if facts["kind"] == "number" and not re.fullmatch(r"([^\w+-])(?!\1)[^\w+-]?", decimal + thousands):
         raise ConfigError(f"{where}: decimal={decimal} and thousands={thousands} must be two signs, as ',' and '.'.")
-    if np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
+    form = str(facts.get("format", "%Y"))
+    if "%" not in form or np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
         raise ConfigError(f"{where}.format={form} must be a format of strptime, as %d.%m.%Y.")
 
 
