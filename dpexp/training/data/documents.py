@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError, RecordError, positive_integer
 from dpexp.training.classifier import scores_of
-from dpexp.training.data.raw import RawData, text_of
+from dpexp.training.data.raw import RawData, encoding_of, opened, text_of
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
 
@@ -273,10 +273,11 @@ def _read(key: str, path: str, fields: Mapping[str, str], strict: bool = False) 
     """The records of a file, of which one, or if `strict` each, must have the fields."""
     file = Path(path).expanduser()
     try:
-        content = file.read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
-    if file.suffix in (".jsonl", ".json"):
+        with opened(file) as source:
+            content = source.handle.read().decode(encoding_of(file), "replace").replace("\r\n", "\n")
+    except Exception as error:  # each compression has its own
+        raise ConfigError(f"{key}={path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    if {".jsonl", ".json"} & {*file.suffixes}:
         rows = [_parsed(line) for line in content.split("\n") if line.strip()]
     else:
         texts = re.split(r"\n(?:[ \t]*\n)+", content)

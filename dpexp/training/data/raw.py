@@ -128,7 +128,8 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
         raise
     except UnicodeError as error:
         raise ConfigError(
-            f"{key}={path} is not in UTF-8, or UTF-16 with its mark; convert it, as by iconv -f latin1 -t utf-8."
+            f"{key}={path} is not in UTF-8, or UTF-16 with its mark; convert it, as by iconv -f latin1 -t utf-8 (or, "
+            "if each second byte is zero, iconv -f utf-16le)."
         ) from error
     except Exception as error:  # each compression has its own
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
@@ -136,19 +137,28 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
 
 
 def layout_of(file: Path) -> tuple[str, dict[str, Any]]:
-    """The first line of a CSV file, which may be compressed, and its `encoding` and `sep` for pandas: the delimiter
-    that occurs most often in that line."""
+    """The first line of a CSV file, and its `encoding` and `sep` for pandas: the delimiter that is in it most often."""
+    encoding = encoding_of(file)
+    with opened(file, encoding) as source:
+        first = source.handle.readline().rstrip("\r\n")
+    if "\0" in first:
+        raise UnicodeError("no text has a NUL")
+    return first, {"encoding": encoding, "sep": max(_DELIMITERS, key=first.count)}
+
+
+def opened(file: Path, encoding: str | None = None) -> Any:
+    """A file, which may be compressed, for reading bytes or, in an encoding, texts."""
     from pandas.io.common import get_handle
 
-    with get_handle(file, "rb", is_text=False, compression="infer") as opened:
-        start = opened.handle.read(4)
+    return get_handle(file, "r" if encoding else "rb", encoding=encoding, is_text=bool(encoding), compression="infer")
+
+
+def encoding_of(file: Path) -> str:
+    """UTF-16 or UTF-32 if a file begins with their mark, else UTF-8."""
+    with opened(file) as source:
+        start = source.handle.read(4)
     marks = ((b"\xff\xfe\0\0", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
-    encoding = next((name for mark, name in marks if start.startswith(mark)), "utf-8-sig")
-    with get_handle(file, "r", encoding=encoding, compression="infer") as opened:
-        first = str(opened.handle.readline()).rstrip("\r\n")
-    if "\0" in first:
-        raise UnicodeError("a text has no NUL")
-    return first, {"encoding": encoding, "sep": max(_DELIMITERS, key=first.count)}
+    return next((name for mark, name in marks if start.startswith(mark)), "utf-8-sig")
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:
