@@ -157,7 +157,8 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
         try:
             override = OverridesParser.create().parse_override(argument)
             read = value if override.is_sweep_override() and namespace.multirun else override.value()
-            is_same = not is_text or read is None or (isinstance(read, str) and value == value.strip())
+            is_same = read is None or (value == value.strip() if isinstance(read, str) else str(read) == value)
+            is_same = not is_text or (is_same and not isinstance(read, list | dict))
         except HydraException:
             is_same = not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it
         return argument if is_same else f"{key}={QuotedString(value, Quote.single).with_quotes()}"

@@ -176,7 +176,7 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
     run, options = _run_and_options("predict", arguments, ["data", "out", "uri"])
     if "data" not in options:
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
-    path, out = Path(options["data"]).expanduser(), options.get("out", "predictions.csv")
+    path, out = Path(os.path.expanduser(options["data"])), options.get("out", "predictions.csv")
     with _located(run, options.get("uri")) as folder:
         cfg = _configuration(folder)
         data = _raw_data(cfg)

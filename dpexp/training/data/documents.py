@@ -5,6 +5,7 @@ refusal depends on a single training record; the test set is public and checked 
 """
 
 import json
+import os
 import re
 import warnings
 from abc import abstractmethod
@@ -271,7 +272,7 @@ def _blocks(ids: list[int], length: int) -> list[list[int]]:
 
 def _read(key: str, path: str, fields: Mapping[str, str], strict: bool = False) -> list[dict[str, Any]]:
     """The records of a file, of which one, or if `strict` each, must have the fields."""
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     try:
         with opened(file) as source:
             content = source.handle.read().decode(encoding_of(file), "replace").replace("\r\n", "\n")

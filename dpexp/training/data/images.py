@@ -160,7 +160,7 @@ class HuggingFace(Images):
 
 def class_folders(key: str, path: str | None) -> list[Path]:
     """The folders in a folder, one for each class."""
-    folder = Path(path or "").expanduser()
+    folder = Path(os.path.expanduser(path or ""))
     if path is None or not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         raise ConfigError(f"{key}={path} must be a folder that holds a folder of images for each class.")
     return sorted(each for each in folder.iterdir() if each.is_dir() and not _is_hidden(each, folder))
@@ -194,7 +194,7 @@ def split_of(path: str | None, subset: str | None, split: str, *columns: str | N
     except ImportError as error:
         raise ConfigError("data=huggingface needs pip install 'dpexp[huggingface]'.") from error
     datasets.disable_progress_bars()
-    folder = Path(str(path)).expanduser()
+    folder = Path(os.path.expanduser(str(path)))
     try:
         is_saved = (folder / "dataset_dict.json").exists()
         found = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, subset)

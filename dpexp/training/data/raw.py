@@ -1,6 +1,7 @@
 """Data whose inputs come as users have them: rows of a table, images, texts."""
 
 import csv
+import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -100,7 +101,7 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
     """
     import pandas as pd
 
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     try:
         if file.suffix.lower() == ".parquet":
             from pyarrow import parquet

@@ -5,6 +5,7 @@ without a target or a person contributes nothing. In test rows, which are public
 that is no table at all, as by a quote that is never closed, is refused.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -276,7 +277,7 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
 def read_schema(schema: str) -> dict[str, Any]:
     """The content of a schema file, with columns of known kinds."""
     try:
-        content = yaml.safe_load(Path(schema).expanduser().read_text())
+        content = yaml.safe_load(Path(os.path.expanduser(schema)).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
