@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from dpexp import config
 from dpexp.commands import sweep, validate
-from dpexp.commands.command_line import COMMANDS, as_audit, check, help, import_targets, sentence
+from dpexp.commands.command_line import COMMANDS, as_audit, as_overrides, check, help, import_targets, sentence
 from dpexp.errors import ConfigError, RecordError
 
 config.register()
@@ -91,7 +91,7 @@ def _dispatch(arguments: list[str]) -> None:
         if "--cfg" in arguments and "--resolve" not in arguments:
             arguments = [*arguments, "--resolve"]
         check(arguments)
-        _run_hydra(arguments)
+        _run_hydra(as_overrides(arguments))
 
 
 def _run_hydra(arguments: list[str]) -> None:

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -202,7 +203,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
     OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
     OmegaConf.register_new_resolver("artifact_folder", _artifact_folder, replace=True)
-    OmegaConf.register_new_resolver("resolved", lambda path: path and str(Path(path).resolve()), replace=True)
+    OmegaConf.register_new_resolver("resolved", _resolved, replace=True)
     OmegaConf.register_new_resolver("table", _table, replace=True)
     OmegaConf.register_new_resolver("class_names", _class_names, replace=True)
     OmegaConf.register_new_resolver("class_count", _class_count, replace=True)
@@ -236,6 +237,11 @@ def _unless(*values: Any) -> Any:
     """The last value, a default, if all alternatives before it are None; else None."""
     *others, default = values
     return default if all(other is None for other in others) else None
+
+
+def _resolved(path: str | None) -> str | None:
+    """A whole path, in the form of Unicode that a data set's name must have; macOS gives another."""
+    return path and normalize("NFC", str(Path(path).resolve()))
 
 
 def _table(fact: str, schema: str, target: str, person: str) -> Any:

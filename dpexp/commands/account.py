@@ -20,6 +20,7 @@ from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_ep
 from dpexp.accounting.releases import applicable_accountants, unamplified
 from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
+from dpexp.commands.command_line import is_option, read_options
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import in_words
@@ -59,9 +60,9 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     """
     if any(argument.startswith("data.id=") for argument in arguments):
         return account_data_set(arguments)
-    cfg: Options = _options(Options, arguments)
+    cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     uri = cfg.uri or tracking_uri()
-    sources = [_source(argument, uri) for argument in arguments if "=" not in argument]
+    sources = [_source(argument, uri) for argument in arguments if not is_option(argument)]
     if not sources:
         raise ConfigError("account needs a ledger file, an output folder or an MLflow run id; see account --help.")
     ledger = concatenate([source.ledger for source in sources])
@@ -91,11 +92,6 @@ def _draw(ledger: Ledger, at: float, names: Sequence[str], path: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"figure={path} cannot be written ({reason}); name a .png or .pdf.") from error
-
-
-def _options(schema: type, arguments: Sequence[str]) -> Any:
-    given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
-    return OmegaConf.to_object(OmegaConf.merge(schema, given))
 
 
 def _source(name: str, uri: str) -> Source:
@@ -180,13 +176,13 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     """
     from dpexp.tracking import run_costs
 
-    cfg: DataSetOptions = _options(DataSetOptions, arguments)
+    cfg: DataSetOptions = read_options(DataSetOptions, [*filter(is_option, arguments)])
     check_names([cfg.accountant])
     if not is_bound(cfg.accountant):
         raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
     stores = (cfg.uri or tracking_uri()).split(",")
     costs = [cost for uri in stores for cost in run_costs.costs_in(uri, cfg.data.id)]
-    for path in (Path(argument) for argument in arguments if "=" not in argument):
+    for path in (Path(argument) for argument in arguments if not is_option(argument)):
         costs.append(run_costs.cost_of_job(path) if path.is_dir() else run_costs.cost_of_ledger(path))
     costs = run_costs.distinct_runs(costs)
     if not costs:

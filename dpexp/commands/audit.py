@@ -12,7 +12,7 @@ from dpexp.accounting.auditing import Audit, level_of_checks
 from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.rounding import up
-from dpexp.commands.build import accountants, add_optimizer, make, module_of
+from dpexp.commands.build import accountants, add_optimizer, data_of, module_of
 from dpexp.commands.trainer import callback_for, trainer_for
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.callback import PrivacyCallback
@@ -61,7 +61,7 @@ def _train_with_canaries(
     ledger.unlink(missing_ok=True)  # of an interrupted audit, which has shown nothing
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg)
-    data = make("data.module", cfg.data.module)
+    data = data_of(cfg)
     canaries = Canaries(module, plan, cfg.audit.num_canaries, coins, reader)
     canaries.put_into(data)
     add_optimizer(cfg, module, plan)

@@ -8,7 +8,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
@@ -20,13 +20,13 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from dpexp._lightning_compat import pl, refuse_mixed
+from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.accounting.rounding import up
 from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, make_plan
 from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
@@ -156,6 +156,26 @@ def _check_numbers(section: str, target: str, node: Any) -> None:
 
 
 _NUMBERS = {int, float, bool, type(None), torch.Tensor}
+
+
+def data_of(cfg: DictConfig) -> pl.LightningDataModule:
+    """The data module; an error in its hooks, which read files, becomes a ConfigError."""
+    data = make("data.module", cfg.data.module)
+    for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader"):
+        if callable(hook := getattr(data, name, None)):
+            setattr(data, name, _refusing(f"data.module: {name} of {cfg.data.module._target_}")(hook))
+    return data
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, MisconfigurationException):
+        raise
+    except Exception as error:
+        said = " ".join(words_of(error).split()).rstrip(".")
+        raise ConfigError(f"{what} failed ({type(error).__name__}: {said}).") from error
 
 
 def rounds_of(cfg: DictConfig) -> int:

@@ -3,21 +3,25 @@
 Hydra's own messages take several lines, and advise to add a misspelt group as a new one. Imports nothing slow.
 """
 
+import json
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from hydra import compose as compose_by_hydra
 from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dpexp import config
@@ -134,6 +138,48 @@ def check(arguments: Sequence[str]) -> None:
                     raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
 
 
+def texts_in(schema: Any, prefix: str = "") -> set[str]:
+    """The keys of a configuration's schema whose values are texts, such as paths."""
+    found = {f"{prefix}{value.name}" for value in fields(schema) if value.type in (str, str | None)}
+    sections = (value for value in fields(schema) if is_dataclass(value.type))
+    return found.union(*(texts_in(section.type, f"{prefix}{section.name}.") for section in sections))
+
+
+def as_overrides(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with each text quoted that Hydra would not read as it is, such as a path with brackets."""
+    namespace, texts = _parsed(arguments), texts_in(Config) | {"hydra.run.dir", "hydra.sweep.dir"}
+
+    def quoted(argument: str) -> str:
+        key, equals, value = argument.partition("=")
+        if not equals or argument not in namespace.overrides:
+            return argument
+        is_text = key.lstrip("+") in texts
+        try:
+            override = OverridesParser.create().parse_override(argument)
+            read = value if override.is_sweep_override() and namespace.multirun else override.value()
+            is_same = read is None or (value == value.strip() if isinstance(read, str) else str(read) == value)
+            is_same = not is_text or (is_same and not isinstance(read, list | dict))
+        except HydraException:
+            is_same = not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it
+        return argument if is_same else f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+
+    return [quoted(argument) for argument in arguments]
+
+
+def is_option(argument: str) -> bool:
+    """Whether an argument is an option key=value, and no path that has an equals sign."""
+    return "=" in argument and not os.path.exists(argument)
+
+
+def read_options(schema: Any, options: Sequence[str]) -> Any:
+    """An object of a schema, from options key=value; a text is taken as it is, and other values are YAML."""
+    texts, values = texts_in(schema), []
+    for key, _, value in (option.partition("=") for option in options):
+        is_text = key in texts and value != "null"
+        values.append(f"{key}={json.dumps(value, ensure_ascii=False) if is_text else value}")
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(values)))
+
+
 def as_audit(arguments: Sequence[str]) -> list[str]:
     """The arguments of the job that only audits its plan."""
     audit = [] if any(argument.startswith("audit=") for argument in arguments) else ["audit=dirac"]
@@ -154,7 +200,7 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
     check([*([] if config_dir is None else ["--config-dir", str(config_dir)]), *overrides])
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose_by_hydra("config", [*overrides, *own])
+            return compose_by_hydra("config", [*as_overrides(overrides), *own])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(sentence(error)) from error
 

@@ -4,7 +4,6 @@ import math
 import os
 import shutil
 import warnings
-import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from dpexp._lightning_compat import MisconfigurationException, pl
-from dpexp.commands.build import make, module_of, silence_lightning, spent_before
+from dpexp.commands.build import data_of, make, module_of, silence_lightning, spent_before
+from dpexp.commands.command_line import as_overrides, is_option
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -30,7 +30,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import console, print_metrics, print_tested
 from dpexp.training.classifier import Classifier, scores_of
-from dpexp.training.data.raw import RawData
+from dpexp.training.data.raw import RawData, layout_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_to_temporary_file, save_weights
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def _load_pyfunc(path: str) -> _Served:
 
 def _run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
     """The run and the options of a command line `RUN key=value …`; `known`: the keys of the options."""
-    options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    runs = [argument for argument in arguments if "=" not in argument]
+    options = dict(argument.split("=", 1) for argument in arguments if is_option(argument))
+    runs = [argument for argument in arguments if not is_option(argument)]
     if "data" in known and "data" not in options and len(runs) == 2:
         options["data"] = runs.pop()
     for key in options:
@@ -161,7 +161,7 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
         trainer = _trainer_of(cfg)
         module = _restored(cfg, folder, trainer)
     try:
-        data = make("data.module", cfg.data.module)
+        data = data_of(cfg)
         found = trainer.test(module, datamodule=data, verbose=False)
     except MisconfigurationException as error:
         raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
@@ -178,7 +178,7 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
     run, options = _run_and_options("predict", arguments, ["data", "out", "uri"])
     if "data" not in options:
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
-    path, out = Path(options["data"]), options.get("out", "predictions.csv")
+    path, out = Path(os.path.expanduser(options["data"])), options.get("out", "predictions.csv")
     with _located(run, options.get("uri")) as folder:
         cfg = _configuration(folder)
         data = _raw_data(cfg)
@@ -218,11 +218,12 @@ def _written(table: "DataFrame", out: str) -> "DataFrame":
 def _table(path: Path) -> np.ndarray:
     """The rows of a CSV file, whose first line may hold names (0, 1, 2, … count as names)."""
     from pandas import read_csv
+    from pandas.api.types import is_numeric_dtype
 
-    first = read_csv(path, header=None, nrows=1)
-    names = not all(np.issubdtype(kind, np.number) for kind in first.dtypes)
-    named = names or [*first.iloc[0]] == [*range(first.shape[1])]
-    return read_csv(path, header=0 if named else None).to_numpy()
+    _, form = layout_of(path)
+    first = read_csv(path, header=None, nrows=1, **form)
+    named = not all(map(is_numeric_dtype, first.dtypes)) or [*first.iloc[0]] == [*range(first.shape[1])]
+    return read_csv(path, header=0 if named else None, **form).to_numpy(np.float64)
 
 
 def _inputs(path: Path, cfg: DictConfig) -> Tensor:
@@ -232,15 +233,16 @@ def _inputs(path: Path, cfg: DictConfig) -> Tensor:
         ".pt": lambda: torch.load(path, weights_only=True).numpy(),
         ".csv": lambda: _table(path),
     }
-    if path.suffix not in readers:
+    suffix = next((suffix for suffix in reversed(path.suffixes) if suffix in readers), None)
+    if suffix is None:
         raise ConfigError(f"data={path} must be a file that ends in {', '.join(readers)}.")
     try:
-        x = torch.as_tensor(np.asarray(readers[path.suffix]()))
-    except (OSError, ValueError, TypeError, AttributeError, StopIteration, zipfile.BadZipFile, RuntimeError) as error:
+        x = torch.as_tensor(np.asarray(readers[suffix]()))
+    except Exception as error:  # each format and compression has its own
         raise ConfigError(f"data={path} cannot be read: {' '.join(str(error).split())}") from error
     if not x.dim() or not len(x):
         raise ConfigError(f"data={path} holds no inputs.")
-    x = x.float() if x.is_floating_point() or path.suffix == ".csv" else x
+    x = x.float() if x.is_floating_point() or suffix == ".csv" else x
     shape = list(cfg.data.get("shape") or [])
     if shape and x[0].numel() == math.prod(shape):
         x = x.reshape(-1, *shape)
@@ -346,7 +348,7 @@ def resume(arguments: Sequence[str]) -> list[str]:
     sources = [s["path"] for s in hydra["runtime"]["config_sources"] if s["provider"] == "command-line"]
     os.chdir(hydra["runtime"]["cwd"])
     flags = [f"--config-dir={path}" for path in sources]
-    return [*flags, *task, f"hydra.run.dir={folder}", "checkpoint.resume=true"]
+    return as_overrides([*flags, *task, f"hydra.run.dir={folder}", "checkpoint.resume=true"])
 
 
 def check_resumable(cfg: DictConfig, output: Path) -> None:

@@ -9,26 +9,33 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from omegaconf import OmegaConf
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, SamplingEvent
 from dpexp.accounting.risk import Epsilon
 from dpexp.accounting.rounding import up
+from dpexp.commands.command_line import read_options
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.table_ranges import TableRanges
 from dpexp.reporting.terminal import console
 from dpexp.training.data.raw import rows_of, texts_of
-from dpexp.training.data.tables import KINDS, numbers_of, read_schema
+from dpexp.training.data.tables import KINDS, MISSING, OPTIONS, numbers_of, read_schema
 
 _MARGIN = 1 + 1e-6  # for the accountant's own rounding
 _STYLE: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None, "width": 120}
 _HEAD = """\
 # Public facts about {path}. Fill in what is empty from public knowledge, never by looking at the rows: `rows` is the
-# published number of training rows, `min` and `max` the range of a number, `values` the categories. The kinds were
-# guessed from the first rows: a column is a number, a category, or ignored.
+# published number of training rows, `min` and `max` the range of a number or a date, `values` the categories. The kinds
+# were guessed from the first rows: a column is a number, a date, a category, or ignored. `decimal` and `thousands` are
+# signs within a number; `format` is that of a date, as %d.%m.%Y, and by default ISO 8601, as 2024-01-31.
 """
+# How numbers and dates may be written; of these, the first and the second one may be confused:
+_FORMS: dict[str, list[dict[str, str]]] = {
+    "number": [{"thousands": ","}, {"decimal": ","}, {"decimal": ",", "thousands": "."}, {"thousands": " "},
+               {"decimal": ",", "thousands": " "}, {"thousands": "'"}, {"thousands": "’"}],
+    "date": [{"format": "%d/%m/%Y"}, {"format": "%m/%d/%Y"}, {"format": "%d.%m.%Y"}, {"format": "%Y/%m/%d"}],
+}  # fmt: skip
 
 
 @dataclass
@@ -52,21 +59,28 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     given = [argument for argument in arguments if argument != "data=csv"]
     if other := [argument for argument in given if "=" not in argument]:
         raise ConfigError(f"schema: {other[0]} is no option; see schema --help.")
-    cfg: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(given)))
+    cfg: Options = read_options(Options, given)
     path, person = cfg.data.path, cfg.data.person or "row"
     if path is None:
         raise ConfigError("schema needs data.path, a file with the training rows.")
     if cfg.epsilon is not None:
         return _released(cfg, path, person)
-    out = Path(cfg.out or Path(path).with_suffix(".yaml").name)
+    out = Path(cfg.out or Path(path).name.removesuffix(Path(path).suffix).removesuffix(".csv") + ".yaml")
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another file.")
-    columns = {name: _guessed(rows) for name, rows in next(rows_of("data.path", path)).items()}
+    columns = {str(name): _guessed(rows) for name, rows in next(rows_of("data.path", path)).items()}
     if person != "row" and person not in columns:
         raise ConfigError(f"data.person={person} is no column of {path}: {', '.join(columns)}.")
     content: dict[str, Any] = {"rows": None} | ({} if person == "row" else {"persons": None})
     if cfg.unsafe:
         content |= _in_the_clear(path, person, columns)
+    for said, fits in (
+        ("Ignored, since most texts differ or all are missing", lambda facts: facts["kind"] == "ignored"),
+        ("Two ways to read them fit; write the right one into decimal, thousands or format",
+         lambda facts: any(facts.get(key, "") is None for key in OPTIONS[facts["kind"]])),
+    ):  # fmt: skip
+        if names := [name for name, facts in columns.items() if fits(facts)]:
+            console.print(f"{said}: {', '.join(names)}.", soft_wrap=True, markup=False)
     return _write(out, path, content | {"columns": columns})
 
 
@@ -78,11 +92,17 @@ def _write(out: Path, path: str, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _guessed(values: Any) -> dict[str, Any]:
-    """A column's kind, from its first rows, with its facts empty."""
+    """A column's kind, from its first rows, with its facts empty, and how it is written; empty if two ways fit."""
     values = values.head(1000)
-    is_number = np.isfinite(numbers_of(values)).sum() > 0.5 * (texts_of(values) != "").sum()
-    is_name = not is_number and len(values) > 20 and values.nunique() > 0.5 * len(values)
-    kind = "number" if is_number else "ignored" if is_name else "category"
+    is_missing = texts_of(values).str.lower().isin(MISSING)
+    for kind, forms in _FORMS.items():
+        counts = [np.isfinite(numbers_of(values, {"kind": kind} | form)).sum() for form in ({}, *forms)]
+        if (best := max(counts)) > 0.5 * (~is_missing).sum():
+            form = ({}, *forms)[counts.index(best)]
+            asks = counts[0] < counts[1] == counts[2] == best
+            return {"kind": kind} | dict.fromkeys(KINDS[kind]) | (dict.fromkeys(form) if asks else form)
+    is_name = len(values) > 20 and values.nunique() > 0.5 * len(values)
+    kind = "ignored" if is_name or is_missing.all() else "category"
     return {"kind": kind} | dict.fromkeys(KINDS[kind])
 
 
@@ -92,10 +112,15 @@ def _in_the_clear(path: str, person: str, columns: dict[str, Any]) -> dict[str, 
 
     rows = pd.concat(rows_of("data.path", path))
     for name, facts in columns.items():
-        if facts["kind"] == "number":
-            known = numbers_of(rows[name])
+        if "min" in facts:
+            known = numbers_of(rows[name], facts)
             known = known[np.isfinite(known)]
-            facts["min"], facts["max"] = float(known.min()), float(known.max())
+            if not len(known):  # to be filled in
+                continue
+            low, high = float(known.min()), float(known.max())
+            facts["min"], facts["max"] = low, high if low < high else low + 1
+            if facts["kind"] == "date":
+                facts["min"], facts["max"] = (str(np.datetime64(math.floor(x), "D")) for x in (low, high + 1))
         elif facts["kind"] == "category":
             facts["values"] = sorted({*texts_of(rows[name])} - {""})
     counted = {} if person == "row" else {"persons": len({*texts_of(rows[person])} - {""})}
@@ -125,7 +150,7 @@ def _released(cfg: Any, path: str, person: str) -> dict[str, Any]:
     for rows in rows_of("data.path", path):
         if missing := [name for name in ranges if name not in rows]:
             raise ConfigError(f"data.path={path} has no column {missing[0]}, which data.schema names.")
-        total += step.sums_of([numbers_of(rows[name]) for name in ranges], len(rows))
+        total += step.sums_of([numbers_of(rows[name], columns[name]) for name in ranges], len(rows))
     ledger = LedgerWriter(ledger_path)
     ledger.sample(SamplingEvent("all", 1.0, 1))
     ledger.query(event)

@@ -22,6 +22,7 @@ from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
     accountants,
     add_optimizer,
+    data_of,
     default_learning_rate,
     make,
     module_of,
@@ -241,7 +242,7 @@ def _make_job(
         OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg, load_weights=not cfg.checkpoint.resume)  # right after the seed: reproducible
-    data = make("data.module", cfg.data.module)
+    data = data_of(cfg)
     if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None

@@ -1,6 +1,8 @@
 """The model card: accuracy, privacy guarantee and use of a trained model, in Markdown."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from dpexp.accounting.risk import FALSE_POSITIVES
@@ -62,8 +64,9 @@ def card(
     if lost:
         lines += [f"**Not saved**: {', '.join(lost)}, which are no tensors; a loaded model starts them anew.", ""]
     lines += [
-        "## Use", "", "```python", "import dpexp", "", f'model = dpexp.load("{load}")', "```", "", "```sh",
-        f"python -m dpexp evaluate {load}", f"python -m dpexp predict {load} data=inputs.npy", "```", "",
+        "## Use", "", "```python", "import dpexp", "",
+        f"model = dpexp.load({json.dumps(load, ensure_ascii=False)})", "```", "", "```sh",
+        f"python -m dpexp evaluate {quote(load)}", f"python -m dpexp predict {quote(load)} data=inputs.npy", "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

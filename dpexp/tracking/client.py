@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from filelock import FileLock
@@ -303,4 +304,4 @@ def address(uri: str, experiment_id: str) -> str:
     page = f"#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}"
     if uri.startswith(("http://", "https://")):
         return f"{uri.rstrip('/')}/{page}"
-    return f"mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000/{page}"
+    return f"mlflow ui --backend-store-uri {quote(uri)}, then http://127.0.0.1:5000/{page}"

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from getpass import getuser
 from pathlib import Path
+from shlex import quote
 
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
@@ -141,7 +142,8 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, plan:
             return
     raise ConfigError(
         f"privacy.budget of {kept} for data.id={data_id}: {used.description}; this job's plan asks for "
-        f"{_percent(cost, kept)} ({worth}), so ask for less, or see python -m dpexp account data.id={data_id}."
+        f"{_percent(cost, kept)} ({worth}), so ask for less, or see "
+        f"python -m dpexp account {quote(f'data.id={data_id}')}."
     )
 
 

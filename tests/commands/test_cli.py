@@ -9,12 +9,14 @@ import warnings
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from jobs import result_of, store_of
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.command_line import help
+from dpexp.commands.command_line import as_overrides, compose, help
 from dpexp.errors import ConfigError
 
 SMALL = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0")
@@ -105,6 +107,26 @@ class Pairs(Digits):
     def __init__(self, users):
         super().__init__()
         self.train = [(x, x) for x, y in self.train]
+class Fails(Digits):
+    def __init__(self, where, batch_size=256, num_workers=0):
+        super().__init__()
+        self.where = where
+        self.fail('__init__')
+    def fail(self, name):
+        if name == self.where:
+            open('nowhere/train.csv')
+    def prepare_data(self):
+        self.fail('prepare_data')
+    def setup(self, stage):
+        self.fail('setup')
+        if self.where == 'key':
+            {}['label']
+    def train_dataloader(self):
+        self.fail('train_dataloader')
+        return super().train_dataloader()
+    def val_dataloader(self):
+        self.fail('val_dataloader')
+        return super().val_dataloader()
 
 class FullDisk(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
@@ -202,6 +224,7 @@ def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callb
             dpexp_job("evaluate", str(output))
 
 
+FAILS = "model=logistic ~data.module.users data.module._target_=own_for_test.Fails +data.module.where="
 # arguments -> words of the refusal, before anything is released
 BAD = {
     "trainer.accelerator=abacus": "(trainer.accelerator=abacus, trainer.precision=32-true)",
@@ -248,6 +271,11 @@ BAD = {
     "~model.shape ~model.classes model._target_=own_for_test.TwoOptimizers":
         "as in a GAN, need a loop of your own, with a dpexp.Private for each that learns from records",
     "data.module._target_=own_for_test.Empty": "data.module: the training set is empty",
+    **{f"{FAILS}{name}": f"data.module: {name} of own_for_test.Fails failed (FileNotFoundError: [Errno 2] No such file"
+       for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader")},
+    FAILS + "key": "data.module: setup of own_for_test.Fails failed (KeyError: 'label').",
+    FAILS + "setup check=true": "data.module: setup of own_for_test.Fails failed (FileNotFoundError",
+    FAILS + "__init__": "data.module: own_for_test.Fails cannot be made: [Errno 2] No such file",
     "data.module._target_=own_for_test.NoTrainingSet": "data.module: it has no train_dataloader",
     "~model.shape ~model.classes model._target_=own_for_test.Whole preprocessing=[pca]":
         "is for a plain model, and model=own_for_test.Whole is a LightningModule; use PreprocessedModel",
@@ -352,6 +380,35 @@ def test_what_needs_no_torch_is_done_before_it_is_imported(tmp_path):
     assert {words: said[words] for words in EARLY if not is_refusal(said[words], EARLY[words])} == {}
     assert "  delta: 0.0001" in shown and "  _target_: dpexp.Joint" in shown and "${" not in "".join(shown)
     assert imported == "[]"
+
+
+# argument -> the value that Hydra reads
+READ = {
+    "data.path=data (1).csv": "data (1).csv", "data.path=a,b.csv": "a,b.csv", "data.path=a=b.csv": "a=b.csv",
+    "data.path=[x].csv": "[x].csv", "data.path=[x]": "[x]", "data.path={a}": "{a}", "data.path=é日.csv": "é日.csv",
+    "data.path=it's \"x\"": "it's \"x\"", "data.path= a ": " a ", "data.path=$x": "$x", "data.path=1e5": "1e5",
+    "data.path=007": "007", "data.path=true": "true", "data.path=a\\'b": "a\\'b", "data.path=~x#;&": "~x#;&",
+    "data.path='a, b'": "a, b", 'data.path="a, b"': "a, b", "data.path=null": None, "data.path=": "",
+    "data.path=a\\,b": "a,b", "data.path=${seed}.csv": "0.csv", "data.path=(${seed}).csv": "(0).csv",
+    "data.target=Age (years), at start": "Age (years), at start", "++data.path=a(1)": "a(1)",
+    "data.shape=[1,8,8]": [1, 8, 8], "+model.weights=w (1).pt": "w (1).pt", "seed=7": 7, "privacy.adjacency=null": None,
+    "trainer.precision=64": "64", "hydra.run.dir=(1), a": "(1), a",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", READ)
+def test_a_text_is_read_as_it_is_and_other_values_by_hydras_grammar(argument):
+    key = argument.partition("=")[0].lstrip("+")
+    cfg = compose(argument, "model=logistic")
+    assert key == "hydra.run.dir" or OmegaConf.select(cfg, key) == READ[argument]
+    (override,) = OverridesParser.create().parse_overrides(as_overrides([argument]))
+    assert "$" in argument or key in ("trainer.precision",) or override.value() == READ[argument]
+    assert as_overrides(as_overrides([argument])) == as_overrides([argument])
+
+
+def test_sweeps_and_flags_stay_as_they_are():
+    given = ["--config-dir", "a=(1)", "-m", "data.path=a.csv,b.csv", "seed=1,2", "data.test_path=a (1),b"]
+    assert as_overrides(given) == [*given[:-1], "data.test_path='a (1),b'"]
 
 
 def test_a_second_job_in_a_folder_changes_nothing(dpexp_job, tmp_path):

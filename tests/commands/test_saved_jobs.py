@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlflow
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from jobs import result_of, store_of
@@ -76,7 +77,9 @@ def test_evaluate_measures_what_the_job_measured(job, dpexp_job, capsys):
         assert f"test_accuracy: {accuracy:.2%}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["npy", "flat npy", "no channel npy", "npz", "pt", "csv", "no names csv"])
+@pytest.mark.parametrize(
+    "kind", ["npy", "flat npy", "no channel npy", "npz", "pt", "csv", "no names csv", "words csv", "words csv.gz"]
+)
 def test_predictions_for_a_file(job, dpexp_job, tmp_path, kind):
     x = images()
     path = tmp_path / f"x.{kind.split()[-1]}"
@@ -84,6 +87,9 @@ def test_predictions_for_a_file(job, dpexp_job, tmp_path, kind):
         np.savez(path, x=x)
     elif kind == "pt":
         torch.save(torch.from_numpy(x), path)
+    elif kind.startswith("words"):
+        names = [f"pixel {k}" for k in range(64)]
+        pd.DataFrame(x.reshape(5, -1), columns=names).to_csv(path, index=False, sep=";", encoding="utf-16")
     elif kind.endswith("csv"):
         names = "" if kind.startswith("no names") else ",".join(map(str, range(64)))
         np.savetxt(path, x.reshape(5, -1), delimiter=",", header=names, comments="")

@@ -146,7 +146,7 @@ LONG = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=150", 
 
 
 def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forked, tmp_path, capsys):
-    folder = tmp_path / "job"
+    folder = tmp_path / "job (1), a=b"
     forked(*LONG, f"hydra.run.dir={folder}", before=signal_after(5, signal.SIGKILL)).ended()
     assert not (folder / "result.json").exists()
     before = (folder / "ledger.jsonl").read_bytes()

@@ -19,6 +19,7 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import evaluate, predict
 from dpexp.errors import ConfigError
 from dpexp.training.data import HuggingFace, Images
+from dpexp.training.data.images import class_names
 
 JOB = ("data=images", "data.path=train", "data.test_path=test", "data.n=60", "data.shape=[1,8,8]", "model=logistic",
        "trainer.num_evaluations=0", "privacy.delta=1e-3")  # fmt: skip
@@ -121,6 +122,21 @@ def test_an_image_less_moves_the_sum_by_at_most_s(folders, dpexp_job):
     assert 0.5 < 60 * distance(before, weights_after_one_round(dpexp_job, "after")) <= 1.0001
 
 
+@pytest.mark.parametrize(
+    "hidden", [".ipynb_checkpoints", "__MACOSX", "a/.ipynb_checkpoints", "b/x/__MACOSX/b", "b/.x/y"]
+)
+def test_folders_of_editors_and_systems_hold_no_images(folders, dpexp_job, hidden):
+    before = [*of().train.tensors, *of().test.tensors]
+    for part in ("train", "test"):
+        folder = folders / part / hidden
+        folder.mkdir(parents=True)
+        (folder / "00.png").write_bytes((folders / "test" / "a" / "00.png").read_bytes())
+        for name in ("._00.png", ".DS_Store", "Thumbs.db"):
+            (folders / part / "a" / name).write_text("no image")
+    assert all(map(torch.equal, before, [*of().train.tensors, *of().test.tensors]))
+    assert class_names("train", "test") == ["a", "b"] and len(of().read_inputs(folders / "test")) == 20
+
+
 MISTAKES = {
     "cut.png cannot be read: ": lambda: shutil.move("train/a/cut.png", "test/a/cut.png"),
     "data.test_path=test: test/c/00.png cannot be read: c is none of": lambda: images_in_class("test/c"),
@@ -159,6 +175,9 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
     "argument, said",
     [
         ("data.path=train/a/00.png", "data.path=train/a/00.png must be a folder"),
+        ("data.path=nowhere", "data.path=nowhere must be a folder"),
+        ("data.path=nowhere data.test_path=null", "data.path=nowhere must be a folder"),
+        ("data.path=nowhere data.class_names=[a,b]", "data.path=nowhere must be a folder"),
         ("data.test_path=null", "data.test_path=None must be a folder"),
         ("data.test_path=test/a", "data.class_names=[] must be at least two different names"),
         ("data.class_names=[a]", "data.class_names=['a'] must be at least two"),
@@ -168,7 +187,7 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
     ],
 )
 def test_mistakes_in_the_configuration_are_refused_in_one_sentence(folders, dpexp_job, argument, said):
-    assert said in refusal(dpexp_job, *JOB, argument)
+    assert said in refusal(dpexp_job, *JOB, *argument.split())
 
 
 def refusal(job, *arguments):

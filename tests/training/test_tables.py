@@ -1,7 +1,11 @@
 """Tables of one's own: schemas, encoding, private release of a schema's facts, training, prediction."""
 
+import bz2
+import gzip
 import json
 import math
+import shlex
+import warnings
 
 import mlflow
 import numpy as np
@@ -20,7 +24,8 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.table_ranges import TableRanges
 from dpexp.training.classifier import _metrics_of_all
 from dpexp.training.data import Table
-from dpexp.training.data.tables import facts_of
+from dpexp.training.data.raw import texts_of
+from dpexp.training.data.tables import facts_of, numbers_of
 
 COLUMNS = {
     "age": {"kind": "number", "min": 0, "max": 100},
@@ -65,6 +70,168 @@ def test_values_are_encoded_by_public_facts_alone(table):
     )
     expected = [[-0.5, 0, 1, 0], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
     assert x.tolist() == expected
+
+
+# text -> the number that it is with thousands=',', with decimal=',', and with both thousands='.' and decimal=','
+NUMBERS = {
+    "1,234": (1234, 1.234, 1.234), "7,5": (None, 7.5, 7.5), "1.234": (1.234, None, 1234),
+    "-1,234,567": (-1234567, None, None),
+    "1.234,5": (None, None, 1234.5), "1,234.5": (1234.5, None, None), "12,34": (None, 12.34, 12.34), " 5 ": (5, 5, 5),
+    "1e3": (1000, 1000, 1000), "1,23,456": (None, None, None), "$12": (None,) * 3, "12%": (None,) * 3, "": (None,) * 3,
+    "1.234,567": (None, None, 1234.567), "1,2345": (None, 1.2345, 1.2345),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers_are_read_with_the_signs_that_the_schema_declares(text):
+    signs = {"thousands": ","}, {"decimal": ","}, {"thousands": ".", "decimal": ","}
+    for facts, expected in zip(signs, NUMBERS[text], strict=True):
+        for others in ([], ["x", "", "1"], ["9,9", "9.9"]):
+            found = numbers_of(pd.Series([text, *others]), {"kind": "number"} | facts)[0]
+            assert found == expected or (expected is None and np.isnan(found))
+
+
+@pytest.mark.parametrize("text, sign", [("1 234", " "), ("1\u202f234", " "), ("1'234", "'"), ("1’234", "’")])
+def test_thousands_may_be_blanks_and_apostrophes(text, sign):
+    facts = {"kind": "number", "thousands": sign}
+    assert numbers_of(pd.Series([text, text + ".5", "1" + sign]), facts)[:2].tolist() == [1234, 1234.5]
+    assert numbers_of(pd.Series([1234.5, None]), facts | {"decimal": ","})[0] == 1234.5  # no text
+
+
+def test_dates_are_days_months_and_weekdays(table):
+    facts = {"day": {"kind": "date", "min": "2020-01-01", "max": "2021-01-01"}, "ill": COLUMNS["ill"]}
+    texts = ["2020-01-01", "2020-07-02 00:00:00", "2022-04-05T06:00+02:00", "31.12.2020", ""]
+    x = of(facts).encode(pd.DataFrame({"day": texts})).numpy()
+    wednesday, thursday, tuesday = ([math.sin(k * math.tau / 7), math.cos(k * math.tau / 7)] for k in (2, 3, 1))
+    expected = [
+        [-1, 0, 0, 1, *wednesday], [0, 0, 0, -1, *thursday], [1, 0, 1, 0, *tuesday], [0, 1, *[0] * 4], [0, 1, *[0] * 4],
+    ]  # fmt: skip
+    np.testing.assert_allclose(x, expected, atol=1e-6)
+    german = of(facts | {"day": facts["day"] | {"format": "%d.%m.%Y"}})
+    same = german.encode(pd.DataFrame({"day": ["01.01.2020", "2.7.2020", "5.4.2022", "2020-01-01", None]})).numpy()
+    np.testing.assert_allclose(same, expected, atol=1e-6)
+    days = pd.DataFrame({"day": pd.to_datetime(["2020-01-01", "2020-07-02", "2022-04-05", None, None])})
+    days.to_parquet("days.parquet")
+    for inputs in (days, german.read_inputs(table / "days.parquet")):
+        np.testing.assert_allclose(german.encode(inputs).numpy(), expected, atol=1e-6)
+
+
+FORMS = [  # values, with the one form of each
+    ("1.0", "1"), ("-3.0", "-3"), ("1", "1"), (" 1 ", "1"), ("-0.0", "0"), ("007", "007"), ("007.0", "007.0"),
+    ("1e5", "1e5"), ("1.10", "1.10"), ("1.00", "1.00"), ("nan", "nan"), ("2.5", "2.5"), ("1e+16", "1" + "0" * 16),
+    ("12345678901234567890", "12345678901234567890"), (1.0, "1"), (1, "1"), (2.5, "2.5"), (1e16, "1" + "0" * 16),
+    (True, "True"), (None, ""), (math.nan, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("others", [[], ["x"], [None], [1.5], ["1.0", "2"]], ids=str)
+def test_a_value_has_one_form_whatever_others_are(others):
+    for value, form in FORMS:
+        assert texts_of(pd.Series([value, *others], dtype=object))[0] == form
+        if isinstance(value, str):
+            assert texts_of(pd.Series([value, *map(str, others)], dtype="str"))[0] == form
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_categories_and_persons_that_were_written_as_floats_are_the_same(table, suffix):
+    facts = columns(ward={"kind": "category", "values": [0, 1, 2]})
+    facts = facts_of(str(written(table, facts)), "ill", "row")["columns"]
+    some = rows(40).assign(ward=lambda t: t.index % 3, name=lambda t: t.index // 2)
+    odd = pd.concat([some, some[:1].assign(ward=None, name=None, age=7)])
+    for name, part in (("some", some), ("odd", odd)):
+        part.to_csv(f"{name}.csv", index=False) if suffix == "csv" else part.to_parquet(f"{name}.parquet")
+    assert (odd["ward"].dtype, odd["name"].dtype) != (some["ward"].dtype, some["name"].dtype)
+    left, right = (of(facts, f"{name}.{suffix}").train.tensors[0] for name in ("some", "odd"))
+    assert torch.equal(left, right[:40]) and left[:, -3:].sum(1).eq(1).all() and right[40, -3:].sum() == 0
+    assert torch.equal(left, of(facts).encode(some)) and torch.equal(right, of(facts).encode(odd))
+    sides = [
+        pd.concat(Table(f"{name}.{suffix}", facts, "ill", "row", test_hash={"column": "name", "fraction": 0.4})._split(
+            "data.path", f"{name}.{suffix}", True))["age"].astype(int).tolist() for name in ("some", "odd")
+    ]  # fmt: skip
+    assert sides[0] == sides[1][: len(sides[0])] and 4 < len(sides[0]) < 36
+    users = [Table(f"{name}.{suffix}", facts, "ill", "name", "test.csv").train.user_of for name in ("some", "odd")]
+    assert torch.equal(*users) and len(users[0].unique()) == 20
+
+
+def test_values_of_test_rows_that_cannot_be_read_are_counted_and_those_of_training_rows_are_not(table):
+    odd = rows(60, seed=1).assign(age=lambda t: np.where(t.index < 7, "1,234", t["age"].astype(str)))
+    odd = odd.assign(colour=lambda t: np.where(t.index == 9, "green", np.where(t.index == 8, "NaN", t["colour"])))
+    odd.to_csv("test.csv", index=False)
+    with pytest.warns(UserWarning) as told:
+        _ = of().test
+    (said,) = {str(one.message) for one in told}
+    assert "data.test_path=test.csv: in 7 of 60 rows age is not a number, as 1.5: '1,234'; " in said
+    assert "; in 1 of 60 rows colour is not one of red, blue: 'green'. " in said and "decimal" in said
+    with pytest.warns(UserWarning, match="data: in 7 of 60 rows age is not a number"):
+        of().encode(of().read_inputs(table / "test.csv"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = of(path="test.csv").train.tensors[0]  # as private rows
+        _ = of(columns(age=AGE | {"thousands": ","}, colour={"kind": "ignored"})).test
+        assert torch.equal(of(path="train.csv").train.tensors[0], of().encode(rows(240)))
+    assert x[:7, 1].eq(1).all() and not x[7:, 1].any()
+
+
+GUESSES = [  # texts of a column, its kind, and how its values are written; None: to be filled in
+    (["1,234.5", "7"], "number", {"thousands": ","}),
+    (["1,234", "7"], "number", {"thousands": None}),
+    (["7,5", "1,25"], "number", {"decimal": ","}),
+    (["1.234,5", "7"], "number", {"decimal": ",", "thousands": "."}),
+    (["1 234", "7"], "number", {"thousands": " "}),
+    (["1'234.5", "7"], "number", {"thousands": "'"}),
+    (["2020-01-31", "2020-02-01T10:00"], "date", {}),
+    (["31.01.2020", ""], "date", {"format": "%d.%m.%Y"}),
+    (["31/01/2020", "01/02/2020"], "date", {"format": "%d/%m/%Y"}),
+    (["01/02/2020", "03/04/2020"], "date", {"format": None}),
+    (["", ""], "ignored", {}),
+    (["NaN", ""], "ignored", {}),
+    (["  ", "null"], "ignored", {}),
+    (["1.0", "nan"], "number", {}),
+    (["True", "False"], "category", {}),
+    (["same", "same"], "category", {}),
+    (["$1", "$2"], "category", {}),
+    (["5", "5"], "number", {}),
+]
+
+
+def test_a_schema_guesses_kinds_and_says_what_it_ignores_or_asks(table, capsys):
+    texts = {f"c{k}": given * 20 for k, (given, _, _) in enumerate(GUESSES)} | {"id": [f"n{k}" for k in range(40)]}
+    pd.DataFrame(texts).to_csv("many.csv.gz", index=False)
+    found = schema(["data.path=many.csv.gz"])["columns"]
+    needed = {"number": {"min": None, "max": None}, "date": {"min": None, "max": None}, "category": {"values": None}}
+    for k, (_, kind, written_as) in enumerate(GUESSES):
+        assert found[f"c{k}"] == {"kind": kind} | needed.get(kind, {}) | written_as
+    printed = capsys.readouterr().out
+    assert "Ignored, since most texts differ or all are missing: c10, c11, c12, id." in printed
+    assert "Two ways to read them fit; write the right one into decimal, thousands or format: c1, c9." in printed
+    filled = schema(["data.path=many.csv.gz", "out=clear.yaml", "unsafe=true"])["columns"]
+    ranges = {name: (filled[name]["min"], filled[name]["max"]) for name in ("c0", "c7", "c17")}
+    assert ranges == {"c0": (7, 1234.5), "c7": ("2020-01-31", "2020-02-01"), "c17": (5, 6)}
+    assert (table / "many.yaml").exists() and filled["c16"]["values"] == ["$1", "$2"]
+
+
+def test_a_released_range_is_of_numbers_as_the_schema_reads_them(table):
+    rows(240).assign(age=[f"{k % 3 + 1},234.5" for k in range(240)]).to_csv("train.csv", index=False)
+    content = {"rows": None, "columns": columns(age={"kind": "number", "min": None, "max": None, "thousands": ","})}
+    (table / "mine.yaml").write_text(yaml.safe_dump(content))
+    age = schema(["data.path=train.csv", "data.schema=mine.yaml", "epsilon=5"])["columns"]["age"]
+    assert (age["min"], age["max"]) == (1024, 4096)
+
+
+def compressed(name, content):
+    return {"gz": gzip.compress, "bz2": bz2.compress}.get(name.rpartition(".")[2], bytes)(content)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.csv.bz2"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_files_are_read_as_they_come(table, name, encoding):
+    some = rows(9).assign(name="Müller")
+    (table / name).write_bytes(compressed(name, some.to_csv(index=False).encode(encoding)))
+    assert torch.equal(of(path=name).train.tensors[0], of().encode(some))
+    assert of(path=name).read_inputs(table / name)["name"].eq("Müller").all()
+    assert [*schema([f"data.path={name}"])["columns"]] == ["age", "colour", "name", "ill"] and (
+        table / "a.yaml"
+    ).exists()
 
 
 def test_each_row_is_encoded_by_itself(table):
@@ -254,10 +421,29 @@ def test_metrics_of_a_whole_test_set_are_those_of_sklearn():
     )
 
 
+@pytest.mark.parametrize("name", ["data (1)", "a,b=[c]", 'it\'s "ü" $x; ~#&', " {a} "])
+def test_any_path_works_in_all_commands(table, dpexp_job, name, capsys):
+    paths = {key: f"{name} {key}.csv" for key in ("train", "test", "out")} | {"schema": f"{name}.yaml"}
+    for key in ("train", "test"):
+        (table / f"{key}.csv").rename(paths[key])
+    schema([f"data.path={paths['train']}", f"out={paths['schema']}", "unsafe=true"])
+    dpexp_job(*CSV, *QUICK, f"data.path={paths['train']}", f"data.test_path={paths['test']}", f"hydra.run.dir={name}",
+              f"data.schema={paths['schema']}", f"data.id={name.strip()}")  # fmt: skip
+    assert json.loads((table / name / "result.json").read_text())["rounds"] == 3
+    dpexp_job("predict", name, paths["test"], f"out={paths['out']}")
+    assert len(pd.read_csv(table / paths["out"])) == 60
+    dpexp_job("evaluate", name)
+    dpexp_job("account", name)
+    dpexp_job("account", f"data.id={name.strip()}")
+    command = next(line for line in capsys.readouterr().out.splitlines() if "mlflow ui" in line)
+    assert shlex.split(command.partition(", then")[0])[-1].endswith("/outputs/mlflow.db")
+
+
 def columns(**changed):
     return COLUMNS | changed
 
 
+AGE, DAY = COLUMNS["age"], {"kind": "date", "min": "2020-01-01", "max": "2020-12-31"}
 WRONG_SCHEMAS = [
     ({"columns": COLUMNS}, "rows=None must be the published number"),
     ({"rows": 0, "columns": COLUMNS}, "rows=0 must be"),
@@ -271,7 +457,7 @@ WRONG_SCHEMAS = [
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": 0, "max": math.inf})}, "must be numbers"),
     (
         {"rows": 9, "columns": columns(age={"kind": "integer"})},
-        "columns.age.kind=integer must be one of number, category, ignored",
+        "columns.age.kind=integer must be one of number, category, date, ignored",
     ),
     ({"rows": 9, "columns": columns(age=None)}, "columns.age.kind=None"),
     ({"rows": 9, "columns": columns(colour={"kind": "category"})}, "columns.colour.values is empty"),
@@ -282,6 +468,15 @@ WRONG_SCHEMAS = [
     ({"rows": 9, "columns": columns(ill={"kind": "category", "values": ["no"]})}, "at least two different texts"),
     ({"rows": 9, "columns": columns(ill={"kind": "ignored"})}, "columns.ill.kind=ignored must be number or category."),
     ({"rows": 9, "columns": {"ill": COLUMNS["ill"]}}, "all columns but the target are ignored"),
+    ({"rows": 9, "columns": columns(age=AGE | {"thousands": "."})}, "decimal=. and thousands=. must be two signs"),
+    ({"rows": 9, "columns": columns(age=AGE | {"thousands": None})}, "decimal=. and thousands=None must be two signs"),
+    ({"rows": 9, "columns": columns(age=AGE | {"decimal": "5"})}, "decimal=5 and thousands= must be two signs"),
+    ({"rows": 9, "columns": columns(age=DAY | {"format": None})}, "format=None must be a format of strptime"),
+    ({"rows": 9, "columns": columns(age=DAY | {"format": "%q"})}, "format=%q must be a format of strptime"),
+    ({"rows": 9, "columns": columns(age=DAY | {"min": 2021})}, "min=2021 and max=2020-12-31 must be dates"),
+    ({"rows": 9, "columns": columns(age=DAY | {"min": "2021-01-01"})}, "must be dates, as 2024-01-31, the first the"),
+    ({"rows": 9, "columns": columns(ill=DAY)}, "columns.ill.kind=date must be number or category"),
+    ({"rows": 9, "columns": columns(colour={"kind": "category", "values": [1.0, "1"]})}, "must be different texts"),
 ]
 
 
@@ -307,7 +502,7 @@ WRONG_TABLES = [
     (pd.DataFrame(rows(6)).assign(age="1,5").to_csv(index=False), "in no row is age a number, as 1.5"),
     (LINES + "1,red,n,yes,more\n", "Expected 4 fields"),
     (LINES + '1,"red,n,yes\n', "cannot be read as a table"),
-    (LINES.encode("utf-16"), "is not in UTF-8"),
+    (LINES.encode("utf-16-le"), "is not in UTF-8, or UTF-16 with its mark"),
     (LINES.replace("red", "rouge é").encode("latin1"), "is not in UTF-8"),
     (b"PAR1 no parquet", "has no column age"),
     (LINES.replace(",", " "), "has no column age"),

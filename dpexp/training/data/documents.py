@@ -5,6 +5,7 @@ refusal depends on a single training record; the test set is public and checked 
 """
 
 import json
+import os
 import re
 import warnings
 from abc import abstractmethod
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError, RecordError, positive_integer
 from dpexp.training.classifier import scores_of
-from dpexp.training.data.raw import RawData
+from dpexp.training.data.raw import RawData, encoding_of, opened, text_of
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
 
@@ -161,12 +162,12 @@ class Documents(_Texts):
             return self._encoded(rows)
         rows = [
             row for row, ids in zip(rows, self._ids(rows), strict=True)
-            if ids and row.get(self._user) is not None and str(row[self._user]).strip()
+            if ids and text_of(row.get(self._user))
         ]  # fmt: skip
         if not rows:
             raise ConfigError(f"data.path={self._path} has no record with both {self._text} and {self._user}.")
         data, code = self._encoded(rows), dict[str, int]()
-        users = [code.setdefault(str(row[self._user]), len(code)) for row in rows]
+        users = [code.setdefault(text_of(row[self._user]), len(code)) for row in rows]
         data.user_of = [users[k] for k in self._sources]  # type: ignore[attr-defined]
         return data
 
@@ -226,7 +227,7 @@ class LabelledTexts(_Texts):
         text: str = "text", batch_size: int = 16,
     ) -> None:  # fmt: skip
         super().__init__(path, test_path, tokenizer, length, text, batch_size)
-        self.class_names = [str(name) for name in class_names]
+        self.class_names = [text_of(name) for name in class_names]
         if len({*self.class_names}) < max(2, len(self.class_names)):
             raise ConfigError(f"data.class_names={class_names} must be at least two different names of classes.")
         self._label, self._fields["data.label"] = label, label
@@ -243,7 +244,7 @@ class LabelledTexts(_Texts):
 
     def _encoded(self, rows: list[dict[str, Any]]) -> Tokens:
         code = {name: k for k, name in enumerate(self.class_names or ())}
-        labels = [code.get(str(row.get(self._label)), IGNORED) for row in rows]
+        labels = [code.get(text_of(row.get(self._label)), IGNORED) for row in rows]
         return Tokens(self._ids(rows, self.length), self.length, self._tokenizer.pad_token_id, labels)
 
     def encode(self, inputs: "DataFrame") -> dict[str, Tensor]:
@@ -271,12 +272,13 @@ def _blocks(ids: list[int], length: int) -> list[list[int]]:
 
 def _read(key: str, path: str, fields: Mapping[str, str], strict: bool = False) -> list[dict[str, Any]]:
     """The records of a file, of which one, or if `strict` each, must have the fields."""
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     try:
-        content = file.read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
-    if file.suffix in (".jsonl", ".json"):
+        with opened(file) as source:
+            content = source.handle.read().decode(encoding_of(file), "replace").replace("\r\n", "\n")
+    except Exception as error:  # each compression has its own
+        raise ConfigError(f"{key}={path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    if {".jsonl", ".json"} & {*file.suffixes}:
         rows = [_parsed(line) for line in content.split("\n") if line.strip()]
     else:
         texts = re.split(r"\n(?:[ \t]*\n)+", content)

@@ -160,20 +160,27 @@ class HuggingFace(Images):
 
 def class_folders(key: str, path: str | None) -> list[Path]:
     """The folders in a folder, one for each class."""
-    folder = Path(path or "").expanduser()
+    folder = Path(os.path.expanduser(path or ""))
     if path is None or not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         raise ConfigError(f"{key}={path} must be a folder that holds a folder of images for each class.")
-    return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    return sorted(each for each in folder.iterdir() if each.is_dir() and not _is_hidden(each, folder))
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES)
+    files = (file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES)
+    return sorted(file for file in files if not _is_hidden(file, folder))
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """Whether an editor or operating system made a path within a folder, such as .ipynb_checkpoints."""
+    return any(part.startswith(".") or part == "__MACOSX" for part in path.relative_to(folder).parts)
 
 
 def class_names(*source: str | None) -> list[str]:
-    """The names of the folders in the folder of test images; or of a column's classes, as `split_of` takes it."""
-    if len(source) == 1:
-        return [folder.name for folder in class_folders("data.test_path", *source)]
+    """The names of the folders in a folder of test images, the second one; or of a column's classes, see `split_of`."""
+    if len(source) == 2:
+        class_folders("data.path", source[0])
+        return [folder.name for folder in class_folders("data.test_path", source[1])]
     return getattr(split_of(*source).features[source[-1]], "names", [])
 
 
@@ -187,7 +194,7 @@ def split_of(path: str | None, subset: str | None, split: str, *columns: str | N
     except ImportError as error:
         raise ConfigError("data=huggingface needs pip install 'dpexp[huggingface]'.") from error
     datasets.disable_progress_bars()
-    folder = Path(str(path)).expanduser()
+    folder = Path(os.path.expanduser(str(path)))
     try:
         is_saved = (folder / "dataset_dict.json").exists()
         found = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, subset)

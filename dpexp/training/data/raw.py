@@ -1,9 +1,11 @@
 """Data whose inputs come as users have them: rows of a table, images, texts."""
 
 import csv
+import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +101,9 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
     """
     import pandas as pd
 
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     try:
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
             source = parquet.ParquetFile(file)
@@ -111,32 +113,53 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
                     {name: _series(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
                 )
             return
+        first, form = layout_of(file)
+        if not first:
+            raise ConfigError(f"{key}={path} is empty; its first line must name the columns.")
+        names = next(csv.reader([first], delimiter=form["sep"]))
+        _check_names(f"{key}={path}", [name.strip() for name in names])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of single rows
             parts = pd.read_csv(
-                file, sep=_delimiter(key, file), dtype=str, keep_default_na=False, skipinitialspace=True,
-                chunksize=_ROWS, encoding="utf-8-sig", index_col=False,
-            )  # fmt: skip
+                file, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS, index_col=False, **form
+            )
         with parts:
             yield from (part.fillna("") for part in parts)
     except ConfigError:
         raise
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}={path} is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8.") from error
-    except (OSError, ValueError) as error:
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{key}={path} is not in UTF-8, or UTF-16 with its mark; convert it, as by iconv -f latin1 -t utf-8 (or, "
+            "if each second byte is zero, iconv -f utf-16le)."
+        ) from error
+    except Exception as error:  # each compression has its own
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
         raise ConfigError(f"{key}={path} cannot be read as a table: {reason}.") from error
 
 
-def _delimiter(key: str, file: Path) -> str:
-    """The delimiter of a CSV file, which occurs most often in its header."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        first = lines.readline().rstrip("\r\n")
-    if not first:
-        raise ConfigError(f"{key}={file} is empty; its first line must name the columns.")
-    delimiter = max(_DELIMITERS, key=first.count)
-    _check_names(f"{key}={file}", [name.strip() for name in next(csv.reader([first], delimiter=delimiter))])
-    return delimiter
+def layout_of(file: Path) -> tuple[str, dict[str, Any]]:
+    """The first line of a CSV file, and its `encoding` and `sep` for pandas: the delimiter that is in it most often."""
+    encoding = encoding_of(file)
+    with opened(file, encoding) as source:
+        first = source.handle.readline().rstrip("\r\n")
+    if "\0" in first:
+        raise UnicodeError("no text has a NUL")
+    return first, {"encoding": encoding, "sep": max(_DELIMITERS, key=first.count)}
+
+
+def opened(file: Path, encoding: str | None = None) -> Any:
+    """A file, which may be compressed, for reading bytes or, in an encoding, texts."""
+    from pandas.io.common import get_handle
+
+    return get_handle(file, "r" if encoding else "rb", encoding=encoding, is_text=bool(encoding), compression="infer")
+
+
+def encoding_of(file: Path) -> str:
+    """UTF-16 or UTF-32 if a file begins with their mark, else UTF-8."""
+    with opened(file) as source:
+        start = source.handle.read(4)
+    marks = ((b"\xff\xfe\0\0", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
+    return next((name for mark, name in marks if start.startswith(mark)), "utf-8-sig")
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:
@@ -164,19 +187,25 @@ def _series(column: Any) -> "Series":
 
 
 def texts_of(values: "Series") -> "Series":
-    """Each value as a text without blanks around it; "" if it is missing. A whole number has no decimal point, so that
-    other rows, which may make a column one of floats, do not matter."""
+    """`text_of` each value."""
     from pandas.api.types import is_string_dtype
 
-    if is_string_dtype(values.dtype):
-        return values.fillna("").astype(str).str.strip()
-    return values.astype(object).map(_text).astype(str)
+    if not is_string_dtype(values.dtype):
+        return values.astype(object).map(text_of).astype(str)
+    texts = values.fillna("").astype(str).str.strip()
+    may_be_float = texts.str.endswith(".0") | texts.str.contains("e+", regex=False)
+    return texts.where(~may_be_float, texts[may_be_float].map(text_of))
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value as a text without blanks around it; "" if it is missing. A whole number has no decimal point, also where
+    other rows made its column one of floats: 1, 1.0, "1" and "1.0" are one value."""
     from pandas import NA
 
     if value is None or value is NA or value != value:
         return ""
-    is_whole = isinstance(value, float) and value.is_integer()
-    return str(int(value) if is_whole else value).strip()
+    text = str(value).strip()
+    with suppress(ValueError):
+        if float(text).is_integer() and repr(float(text)) == text:
+            return str(int(float(text)))
+    return text

@@ -1,10 +1,15 @@
 """Tables of one's own, in CSV or Parquet, encoded by a schema of public facts.
 
-A row is encoded by itself. A value that is missing, no number, or in no category contributes zeros, and a row without a
-target or a person contributes nothing. A file that is no table at all, as by a quote that is never closed, is refused.
+A row is encoded by itself. A value that is missing, no number, no date, or in no category contributes zeros, and a row
+without a target or a person contributes nothing. In test rows, which are public, a warning counts such values. A file
+that is no table at all, as by a quote that is never closed, is refused.
 """
 
+import os
+import re
+import warnings
 from collections.abc import Iterator, Mapping
+from datetime import date, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,23 +21,29 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData, rows_of, texts_of
+from dpexp.training.data.raw import RawData, rows_of, text_of, texts_of
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
 
-KINDS = {"number": ("min", "max"), "category": ("values",), "ignored": ()}  # with the facts that each needs
+# Kinds of columns, with the facts that each needs, and those that it may have:
+KINDS = {"number": ("min", "max"), "category": ("values",), "date": ("min", "max"), "ignored": ()}
+OPTIONS = {"number": ("decimal", "thousands"), "category": (), "date": ("format",), "ignored": ()}
+_SIZES = {"number": 2, "date": 6, "ignored": 0}  # features
+MISSING = ("", "na", "n/a", "nan", "nat", "none", "null")  # in lower case
 
 
 class Table(RawData):
     """The rows of a table, for classification if the target is a category, and regression if it is a number.
 
     A number x becomes 2 (x - min)/(max - min) - 1, clipped to [-1, 1], and an indicator of missing values; a category
-    becomes one indicator for each of its values.
+    becomes one indicator for each of its values. A date becomes what a number of days does, and sine and cosine of 2π
+    times the month (from 0) / 12, and of 2π times the day of the week (Monday is 0) / 7.
 
     Args:
         path: the training rows.
-        columns: name -> {kind: number, min, max}, {kind: category, values} or {kind: ignored}; all are public facts.
+        columns: name -> {kind: number, min, max}, {kind: date, min, max}, {kind: category, values} or {kind: ignored};
+            all are public facts. A number may have the signs `decimal` and `thousands`, a date a `format` of strptime.
         target: the column to predict.
         person: `row`, or the column that identifies a person, whose rows are then one user's (`user_of`).
         test_path: the test rows, which are taken as public; or
@@ -78,38 +89,58 @@ class Table(RawData):
 
     def encode(self, inputs: "DataFrame") -> Tensor:
         """x [N, features]."""
-        missing = [name for name, facts in self._columns.items() if facts["kind"] != "ignored" and name not in inputs]
-        if missing:
-            raise ConfigError(f"data: there is no column {missing[0]}; the columns are {', '.join(inputs.columns)}.")
-        parts = [_encoded(inputs[name], facts) for name, facts in self._columns.items() if facts["kind"] != "ignored"]
-        return torch.cat([torch.from_numpy(part) for part in parts], 1)
+        self._check_columns("data", inputs, {})
+        parts = self._parts(inputs)
+        self._report("data", inputs, parts)
+        return torch.from_numpy(np.concatenate([*parts.values()], 1))
+
+    def _parts(self, rows: "DataFrame") -> dict[str, np.ndarray]:
+        """The features [N, …] of each column."""
+        used = {name: facts for name, facts in self._columns.items() if facts["kind"] != "ignored"}
+        return {name: _encoded(rows[name], facts) for name, facts in used.items()}
+
+    def _report(self, where: str, rows: "DataFrame", parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
+        """Warns of values of public rows that are neither known nor missing. `refuse`: refuses columns without any."""
+        said = []
+        for name, part in parts.items():
+            facts = self._facts if name == self._target else self._columns[name]
+            known, wanted = _known(part, facts), _wanted(facts)
+            if refuse and not known.any():
+                raise ConfigError(f"{where}: in no row is {name} {wanted}; correct data.schema or the file.")
+            texts = texts_of(rows[name][~known])
+            if len(odd := texts[~texts.str.lower().isin(MISSING)]):
+                said.append(f"in {len(odd)} of {len(rows)} rows {name} is not {wanted}: {odd.iloc[0][:40]!r}")
+        if said:
+            advice = "They count as missing; data.schema may declare decimal and thousands of a number."
+            warnings.warn(f"{where}: {'; '.join(said)}. {advice}")
 
     def decode(self, outputs: Tensor) -> Tensor:
         low, high = self._facts["min"], self._facts["max"]
         return low + (outputs + 1) / 2 * (high - low)
 
     def _data_set(self, key: str, path: str, in_test: bool | None) -> TensorDataset:
+        from pandas import concat, factorize
+
         found: list[tuple[Tensor, Tensor]] = []
         people: list[Series] = []
-        seen: dict[str, bool] = {}  # whether a column has a known value
-        for rows in self._split(key, path, in_test):
-            self._check_columns(key, path, rows)
-            y = _encoded(rows[self._target], self._facts)
-            known = y.any(1) if self.class_names else y[:, 1] == 0
+        named = {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
+        chunks = self._split(key, path, in_test)
+        for rows in chunks if in_test is False else [concat(chunks)]:
+            self._check_columns(f"{key}={path}", rows, named)
+            y, parts = _encoded(rows[self._target], self._facts), self._parts(rows)
+            known = _known(y, self._facts)
             if self._person != "row":
                 person = texts_of(rows[self._person])
                 known &= person.ne("").to_numpy()
                 people.append(person[known])
-            rows = rows[known]
-            for name, facts in self._columns.items():
-                seen[name] = seen.get(name, False) or facts["kind"] == "ignored" or _has_value(rows[name], facts)
-            labels = torch.from_numpy(y[known])
-            found.append((self.encode(rows), labels.argmax(1) if self.class_names else labels[:, 0]))
-        self._check_values(key, path, sum(len(y) for _, y in found), seen if in_test is not False else {})
+            if in_test is not False and known.any():
+                self._report(f"{key}={path}", rows, {self._target: y} | parts, refuse=True)
+            x, labels = (torch.from_numpy(part[known]) for part in (np.concatenate([*parts.values()], 1), y))
+            found.append((x, labels.argmax(1) if self.class_names else labels[:, 0]))
+        if not any(len(y) for _, y in found):
+            raise ConfigError(f"{key}={path} has no row whose {self._target} is {_wanted(self._facts)}.")
         data = TensorDataset(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         if people:
-            from pandas import concat, factorize
-
             data.user_of = torch.from_numpy(factorize(concat(people))[0])  # type: ignore[attr-defined]
         return data
 
@@ -126,58 +157,84 @@ class Table(RawData):
                 rows = rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
             yield rows
 
-    def _check_columns(self, key: str, path: str, rows: "DataFrame") -> None:
-        wanted = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
-        wanted |= {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
-        for name, origin in wanted.items():
+    def _check_columns(self, where: str, rows: "DataFrame", others: dict[str, str]) -> None:
+        used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
+        for name, origin in (used | others).items():
             if name not in rows:
-                raise ConfigError(
-                    f"{key}={path} has no column {name}, which {origin} names; its columns are "
-                    f"{', '.join(map(str, rows.columns))}."
-                )
-
-    def _check_values(self, key: str, path: str, count: int, seen: Mapping[str, bool]) -> None:
-        if not count:
-            wanted = f"one of {', '.join(self.class_names)}" if self.class_names else "a number"
-            raise ConfigError(f"{key}={path} has no row whose {self._target} is {wanted}.")
-        for name, has_values in seen.items():
-            if not has_values:
-                facts = self._columns[name]
-                wanted = f"one of {', '.join(facts['values'])}" if facts["kind"] == "category" else "a number, as 1.5"
-                raise ConfigError(f"{key}={path}: in no row is {name} {wanted}; correct data.schema or the file.")
+                has = ", ".join(map(str, rows.columns))
+                raise ConfigError(f"{where} has no column {name}, which {origin} names; its columns are {has}.")
 
 
 def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
-    """[N, 2]: a scaled number and whether it is missing; or [N, values]: indicators of a category's values."""
-    if facts["kind"] == "number":
-        x, low, high = numbers_of(values), facts["min"], facts["max"]
-        is_missing = ~np.isfinite(x)
-        with np.errstate(all="ignore"):  # of single values
-            scaled = np.clip(2 * (np.clip(x, low, high) - low) / (high - low) - 1, -1, 1)
-        return np.stack([np.where(is_missing, 0, scaled), is_missing], 1).astype(np.float32)
-    codes = _codes(values, facts)
-    return (codes[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
+    """float32 [N, …]: a scaled number, whether it is missing, and a date's month and weekday; or indicators of a
+    category's values."""
+    from pandas import Index
+
+    if facts["kind"] == "category":
+        codes = Index(facts["values"]).get_indexer(Index(texts_of(values)))
+        return (codes[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
+    x = numbers_of(values, facts)
+    low, high = (_days(facts[key]) if facts["kind"] == "date" else facts[key] for key in ("min", "max"))
+    is_missing = ~np.isfinite(x)
+    with np.errstate(all="ignore"):  # of single values
+        scaled = np.clip(2 * (np.clip(x, low, high) - low) / (high - low) - 1, -1, 1)
+    columns = [np.where(is_missing, 0, scaled), is_missing]
+    if facts["kind"] == "date":
+        days = np.where(is_missing, 0, np.floor(x)).astype("datetime64[D]")
+        months, weekdays = days.astype("datetime64[M]").astype(int) % 12, (days.astype(int) + 3) % 7  # day 0: Thursday
+        for angle in (2 * np.pi * months / 12, 2 * np.pi * weekdays / 7):
+            columns += [np.where(is_missing, 0, np.sin(angle)), np.where(is_missing, 0, np.cos(angle))]
+    return np.stack(columns, 1).astype(np.float32)
 
 
-def _has_value(values: "Series", facts: Mapping[str, Any]) -> bool:
-    known = np.isfinite(numbers_of(values)) if facts["kind"] == "number" else _codes(values, facts) >= 0
-    return bool(known.any())
+def _known(part: np.ndarray, facts: Mapping[str, Any]) -> Any:
+    """bool [N]: which values of an encoded column are known."""
+    return part.any(1) if facts["kind"] == "category" else part[:, 1] == 0
 
 
-def numbers_of(values: "Series") -> np.ndarray:
-    """float64 [N]; NaN for what is no number."""
+def _wanted(facts: Mapping[str, Any]) -> str:
+    """The values of a column, in words."""
+    if facts["kind"] == "category":
+        return f"one of {', '.join(facts['values'])}"
+    if facts["kind"] == "date":
+        return f"a date, as {date(2024, 1, 31).strftime(facts.get('format') or '%Y-%m-%d')}"
+    thousands = facts.get("thousands")
+    return f"a number, as {f'1{thousands}234' if thousands else 1}{facts.get('decimal', '.')}5"
+
+
+def numbers_of(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
+    """float64 [N]: numbers, or days since 1970, each read by itself as the column's facts say; NaN for what is none."""
     from pandas import to_numeric
     from pandas.api.types import is_float_dtype, is_integer_dtype
 
+    if facts["kind"] == "date":
+        return values.astype(object).map(lambda value: _days(value, facts.get("format"))).to_numpy(np.float64)
     if not (is_integer_dtype(values.dtype) or is_float_dtype(values.dtype)):
-        values = to_numeric(texts_of(values), errors="coerce")
+        texts, signs = texts_of(values), (facts.get("decimal") or ".", facts.get("thousands") or "")
+        if signs != (".", ""):
+            texts = values.astype(object).map(lambda value: _plain_number(value, *signs)).astype(str)
+        values = to_numeric(texts, errors="coerce")
     return values.to_numpy(np.float64, na_value=np.nan)
 
 
-def _codes(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
-    from pandas import Index
+def _plain_number(value: Any, decimal: str, thousands: str) -> str:
+    """A number as Python writes it, of a text that has these signs in their places."""
+    if not isinstance(value, str):
+        return text_of(value)
+    head, point, tail = value.strip().partition(decimal)
+    sign = r"\s" if thousands.isspace() else re.escape(thousands)
+    if thousands and re.fullmatch(rf"[+-]?\d{{1,3}}({sign}\d{{3}})+", head):
+        head = re.sub(sign, "", head)
+    return "" if "." in head + tail else f"{head}.{tail}" if point else head
 
-    return Index(facts["values"]).get_indexer(Index(texts_of(values)))
+
+def _days(value: Any, form: str | None = None) -> float:
+    text = text_of(value)
+    try:
+        moment = datetime.strptime(text, form) if form and not isinstance(value, date) else datetime.fromisoformat(text)
+    except ValueError:
+        return np.nan
+    return (moment.replace(tzinfo=None) - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
 def facts_of(schema: str | None, target: str | None, person: str | None) -> dict[str, Any]:
@@ -205,7 +262,7 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
         if not isinstance(content.get(key), int) or content[key] < 1:
             raise ConfigError(f"{schema}: {key}={content.get(key)} must be the published number of training {key}.")
     used = [facts for name, facts in columns.items() if name not in (target, person)]
-    features = sum({"number": 2, "ignored": 0}.get(facts["kind"], len(facts.get("values") or ())) for facts in used)
+    features = sum(_SIZES.get(facts["kind"], len(facts.get("values") or ())) for facts in used)
     if not features:
         raise ConfigError(f"{schema}: all columns but the target are ignored.")
     if person != "row":
@@ -220,7 +277,7 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
 def read_schema(schema: str) -> dict[str, Any]:
     """The content of a schema file, with columns of known kinds."""
     try:
-        content = yaml.safe_load(Path(schema).expanduser().read_text())
+        content = yaml.safe_load(Path(os.path.expanduser(schema)).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
@@ -231,13 +288,23 @@ def read_schema(schema: str) -> dict[str, Any]:
         kind = facts.get("kind") if isinstance(facts, dict) else None
         if kind not in KINDS:
             raise ConfigError(f"{schema}: columns.{name}.kind={kind} must be one of {', '.join(KINDS)}.")
+        _check_options(f"{schema}: columns.{name}", facts)
     return content
+
+
+def _check_options(where: str, facts: dict[str, Any]) -> None:
+    decimal, thousands = str(facts.get("decimal", ".")), str(facts.get("thousands", ""))
+    if facts["kind"] == "number" and not re.fullmatch(r"([^\w+-])(?!\1)[^\w+-]?", decimal + thousands):
+        raise ConfigError(f"{where}: decimal={decimal} and thousands={thousands} must be two signs, as ',' and '.'.")
+    form = str(facts.get("format", "%Y"))
+    if "%" not in form or np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
+        raise ConfigError(f"{where}.format={form} must be a format of strptime, as %d.%m.%Y.")
 
 
 def _check_facts(where: str, facts: dict[str, Any], is_target: bool) -> None:
     kind = facts["kind"]
-    if is_target and kind == "ignored":
-        raise ConfigError(f"{where}.kind=ignored must be number or category.")
+    if is_target and kind in ("ignored", "date"):
+        raise ConfigError(f"{where}.kind={kind} must be number or category.")
     for key in KINDS[kind]:
         if facts.get(key) is None:
             raise ConfigError(f"{where}.{key} is empty; fill it in from public knowledge, not from the rows.")
@@ -245,11 +312,15 @@ def _check_facts(where: str, facts: dict[str, Any], is_target: bool) -> None:
         low, high = facts["min"], facts["max"]
         if not all(isinstance(x, int | float) and np.isfinite(x) for x in (low, high)) or not low < high:
             raise ConfigError(f"{where}: min={low} and max={high} must be numbers, the first the smaller one.")
+    elif kind == "date":
+        facts["min"], facts["max"] = low, high = str(facts["min"]), str(facts["max"])
+        if not _days(low) < _days(high):
+            raise ConfigError(f"{where}: min={low} and max={high} must be dates, as 2024-01-31, the first the earlier.")
     elif kind == "category":
         values = facts["values"]
         if not isinstance(values, list) or any(isinstance(v, bool | dict | list) or v is None for v in values):
             raise ConfigError(f"{where}.values={values} must be a list of texts; quote yes, no, true, false and null.")
-        facts["values"] = texts = [str(value) for value in values]
+        facts["values"] = texts = [text_of(value) for value in values]
         if len({*texts}) < len(texts) or len(texts) < (2 if is_target else 1):
             least = "at least two different texts" if is_target else "different texts"
             raise ConfigError(f"{where}.values={texts} must be {least}.")
