@@ -258,12 +258,11 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     if isinstance(model, pl.LightningModule):
         _refuse_for_own_module(cfg)
         return model
-    optimizer = make("optimizer", cfg.optimizer, _partial_=True)
     augment = _augment(cfg)
     model = _preprocessed(cfg, model) if cfg.preprocessing or cfg.data.released else model
     multiplicity = cfg.augment.multiplicity if augment else 1
     kind = LanguageModel if is_causal(model) else Classifier
-    return kind(model, optimizer, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model))
+    return kind(model, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model))
 
 
 def _refuse_for_own_module(cfg: DictConfig) -> None:

@@ -91,7 +91,7 @@ class Classifier(pl.LightningModule):
     numbers; or on mappings with the loss that the model computes from them, as models of transformers do.
 
     Args:
-        optimizer: parameters -> optimizer.
+        optimizer: parameters -> optimizer; None: it is set before the training.
         scheduler: optimizer -> learning-rate scheduler, stepped every round; or None.
         augment: makes one random view of an example (see `views`); None: no augmentation.
         multiplicity: number of views K over which a record's training loss is averaged.
@@ -112,7 +112,7 @@ class Classifier(pl.LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Callable[[Any], Optimizer],
+        optimizer: Callable[[Any], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], Any] | None = None,
         augment: Augment | None = None,
         multiplicity: int = 1,
@@ -182,6 +182,7 @@ class Classifier(pl.LightningModule):
         self._tested = []
 
     def configure_optimizers(self) -> Any:
+        assert self.optimizer is not None
         optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer
