@@ -94,8 +94,10 @@ def _write(out: Path, path: str, content: dict[str, Any]) -> dict[str, Any]:
 def _guessed(values: Any) -> dict[str, Any]:
     """A column's kind, from its first rows, with its facts empty, and how it is written; empty if two ways fit."""
     values = values.head(1000)
-    is_missing = texts_of(values).str.lower().isin(MISSING)
-    for kind, forms in _FORMS.items():
+    texts = texts_of(values)
+    is_missing = texts.str.lower().isin(MISSING)
+    is_flag = {*texts[~is_missing]} == {"0", "1"}  # which are classes, not amounts
+    for kind, forms in () if is_flag else _FORMS.items():
         counts = [np.isfinite(numbers_of(values, {"kind": kind} | form)).sum() for form in ({}, *forms)]
         if (best := max(counts)) > 0.5 * (~is_missing).sum():
             form = ({}, *forms)[counts.index(best)]

@@ -135,7 +135,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             terminal.console.print(f"After this job, {together}.")
         terminal.print_trained_parameters(job.module)
     else:
-        said = "the clipped gradients and noise of a round take", "training_step's .* are dropped", "compiling the step"
+        said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"
         warnings.filterwarnings("ignore", "|".join(said))
     with _track(cfg, plan, output, stop) as tracked:
         if cfg.train:
@@ -197,12 +197,14 @@ def _write(result: dict[str, Any], output: Path) -> None:
 
 def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> str:
     """A sentence with the values that follow from others, since no one has given them; "" if there are none."""
-    chosen = []
-    if plan and OmegaConf.is_interpolation(cfg.sampling, "expected_batch_size") and cfg.sampling.expected_batch_size:
-        size = f"{cfg.sampling.expected_batch_size:.5g}"
-        chosen.append(f"sampling.expected_batch_size={size}, of a quarter of n and at most 512 records")
+    chosen, given = [], OmegaConf.to_yaml(cfg)
+    if "shape: ${image_shape:" in given:
+        chosen.append(f"data.shape={[*cfg.data.shape]}, for a small model where images are few")
+    if plan and "size: ${unless:" in given and cfg.sampling.expected_batch_size:
+        size, records = f"{cfg.sampling.expected_batch_size:.5g}", plan.privacy_unit.plural
+        chosen.append(f"sampling.expected_batch_size={size}, of a quarter of the {records}, at most 512")
     if isinstance(module, Classifier) and (found := default_learning_rate(cfg, plan)):
-        chosen.append(f"optimizer.lr={found['lr']:.3g}, from the rounds, the noise and the number of weights")
+        chosen.append(f"optimizer.lr={found['lr']:.3g}, for this number of rounds, noise and model")
     return f"By default: {'; '.join(chosen)}." if chosen else ""
 
 

@@ -73,8 +73,8 @@ def say_dropped(module: pl.LightningModule, logged: set[str], plan: PrivacyPlan)
     names |= {f"self.{name}" for name, part in module.named_modules() if _DROPPED in vars(part)}
     if names:
         warnings.warn(
-            f"training_step's {', '.join(sorted(names))} are private, and are dropped; a logged value can be released "
-            "with noise: private_metrics.release='{NAME: {clip_norm: 4, budget_share: 0.01}}'."
+            f"what training_step logs is private, and is dropped: {', '.join(sorted(names))}; to release a value with "
+            "noise, give private_metrics.release='{NAME: {clip_norm: 4, budget_share: 0.01}}'"
         )
 
 

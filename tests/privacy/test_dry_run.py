@@ -121,8 +121,9 @@ def test_values_that_are_dropped_are_named_before_the_first_round(tmp_path, recw
     plan = plan_of(module, n=5, q=1.0, steps=1, noise_multiplier=1.0, private_metrics=metrics)
     data = DataLoader(Items(rows(5)), 2)
     trainer(dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", unsafe_diagnostics=True)).fit(module, data)
-    said = [str(one.message) for one in recwarn if "are dropped" in str(one.message)]
-    assert [one.partition(" are private")[0] for one in said] == ([f"training_step's {names}"] if names else [])
+    said = [str(one.message) for one in recwarn if "is dropped" in str(one.message)]
+    whole = f"what training_step logs is private, and is dropped: {names}"
+    assert [one.partition(";")[0] for one in said] == ([whole] if names else [])
 
 
 class Listing(Model):

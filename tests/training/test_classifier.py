@@ -93,7 +93,7 @@ def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
     (group,) = module.configure_optimizers().param_groups
     assert group["lr"] == noisy_learning_rate(SGD, made.rounds, made.gradient_norm) and cfg.optimizer.lr == "auto"
     note = defaults_note(cfg, module, made)
-    assert note.startswith("By default: sampling.expected_batch_size=359, of a quarter of n and at most 512 records; ")
+    assert note.startswith("By default: sampling.expected_batch_size=359, of a quarter of the records, at most 512; ")
     assert f"optimizer.lr={group['lr']:.3g}" in note
     cfg.optimizer.lr, cfg.sampling.expected_batch_size = 0.5, 100.0
     assert default_learning_rate(cfg, made) == {} and defaults_note(cfg, module, made) == ""

@@ -191,6 +191,7 @@ GUESSES = [  # texts of a column, its kind, and how its values are written; None
     (["same", "same"], "category", {}),
     (["$1", "$2"], "category", {}),
     (["5", "5"], "number", {}),
+    (["0", "1.0"], "category", {}),
 ]
 
 

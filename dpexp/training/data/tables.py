@@ -295,7 +295,7 @@ def read_schema(schema: str) -> dict[str, Any]:
 def _check_options(where: str, facts: dict[str, Any]) -> None:
     decimal, thousands = str(facts.get("decimal", ".")), str(facts.get("thousands", ""))
     if facts["kind"] == "number" and not re.fullmatch(r"([^\w+-])(?!\1)[^\w+-]?", decimal + thousands):
-        raise ConfigError(f"{where}: decimal={decimal} and thousands={thousands} must be two signs, as ',' and '.'.")
+        raise ConfigError(f"{where}: decimal={decimal} and thousands={thousands} must be two signs, as '.' and ','.")
     form = str(facts.get("format", "%Y"))
     if "%" not in form or np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
         raise ConfigError(f"{where}.format={form} must be a format of strptime, as %d.%m.%Y.")
