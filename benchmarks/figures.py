@@ -23,10 +23,6 @@ COMMANDS = {  # figure: its commands, of which the last draws it, with about how
         "dpexp 'private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.01}, "
         "train_accuracy: {clip_norm: 1, budget_share: 0.01}}'",
     ],
-    "signal.png": [  # 2 minutes
-        "dpexp data=mnist group=conv_fc sampling.expected_batch_size=1024 sampling.steps=400 privacy.epsilon=8 "
-        "data.root=DATA/mnist",
-    ],
     "noise_cost.png": ["dpexp -m sweep=noise_cost data.root=DATA/fashion_mnist"],  # 5 minutes
     "batch_size.png": ["dpexp -m sweep=batch_size data.root=DATA/fashion_mnist"],  # 90 seconds
     "progress.png": ["dpexp -m sweep=progress data.root=DATA/fashion_mnist"],  # 70 seconds

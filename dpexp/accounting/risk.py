@@ -18,7 +18,7 @@ from dpexp.accounting.coverage import check_advantage, check_bound, check_delta,
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
-from dpexp.accounting.tradeoff import advantage, gaussian_bound, regret, true_positives
+from dpexp.accounting.tradeoff import advantage, gaussian_bound, true_positives
 from dpexp.errors import ConfigError
 
 FALSE_POSITIVES = (0.001, 0.01)
@@ -29,7 +29,7 @@ def tpr_at(fpr: float) -> str:
     return f"tpr_at_fpr_{fpr:g}"
 
 
-FIGURES = ("mu", "regret", "advantage", *map(tpr_at, FALSE_POSITIVES))
+FIGURES = ("mu", "advantage", *map(tpr_at, FALSE_POSITIVES))
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,16 @@ class Risk:
         tpr: the largest TPR at each FPR of FALSE_POSITIVES.
         mu: the smallest μ for which the ledger is μ-Gaussian DP, up to a probability of 1e-10 (see `gaussian_bound`);
             infinite if the accountant shows none.
-        regret: the distance of this Gaussian DP from the guarantee (see `regret`). If it is close to 0, μ describes the
-            guarantee completely (Gomez et al. 2025, arXiv 2503.10945).
     """
 
     advantage: float
     tpr: dict[float, float]
     mu: float
-    regret: float
 
     def figures(self) -> dict[str, float]:
-        """The figures by the names of FIGURES; without μ and the regret if μ is infinite."""
-        values = (self.mu, self.regret, self.advantage, *self.tpr.values())
-        first = 0 if math.isfinite(self.mu) else 2
-        return dict(zip(FIGURES[first:], values[first:], strict=True))
+        """The figures by the names of FIGURES; without μ if it is infinite."""
+        values = (self.mu, self.advantage, *self.tpr.values())
+        return {name: value for name, value in zip(FIGURES, values, strict=True) if math.isfinite(value)}
 
 
 def risk(ledger: Ledger, accountant: str = "pld") -> Risk:
@@ -64,11 +60,10 @@ def risk(ledger: Ledger, accountant: str = "pld") -> Risk:
         ConfigError: as for `accountants.epsilon`.
     """
     if not ledger.rounds:
-        return Risk(0.0, {fpr: fpr for fpr in FALSE_POSITIVES}, 0.0, 0.0)
+        return Risk(0.0, {fpr: fpr for fpr in FALSE_POSITIVES}, 0.0)
     tpr = {fpr: largest_tpr(ledger, fpr, accountant) for fpr in FALSE_POSITIVES}
-    found = guarantee(ledger, accountant, use_cache=False)
-    mu = gaussian_bound(found)
-    return Risk(largest_advantage(ledger, accountant), tpr, mu, regret(found, mu))
+    mu = gaussian_bound(guarantee(ledger, accountant, use_cache=False))
+    return Risk(largest_advantage(ledger, accountant), tpr, mu)
 
 
 def largest_advantage(ledger: Ledger, accountant: str = "pld") -> float:

@@ -10,7 +10,6 @@ f is symmetric about β = α. It is a valid bound for any set of (ε, δ); more 
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -44,7 +43,6 @@ def type_two_errors(ledger: Ledger, type_one: Sequence[float], accountant: str =
     return np.maximum(best, 0)
 
 
-@lru_cache(maxsize=1)  # for `gaussian_bound` and `regret`
 def lines(privacy: Guarantee) -> tuple[Array, Array]:
     """Increasing ε [K] from 0 and decreasing δ [K], for each of which (ε, δ)-DP holds. The last δ is at most TAIL,
     unless that needs an infinite ε."""
@@ -135,36 +133,6 @@ def gaussian_bound(privacy: Guarantee) -> float:
         needed = np.where(found > 0, ndtri(np.clip(found, 0, 1)) - ndtri(alpha), 0.0)
     mu = float(max(needed.max(), 0.0)) * (1 + 1e-12) if delta[-1] <= TAIL else math.inf
     return min(mu, privacy.unsampled.mu) if isinstance(privacy, ComposedLoss) else mu
-
-
-def regret(privacy: Guarantee, mu: float) -> float:
-    """The distance of μ-Gaussian DP from the guarantee f: the smallest Δ with f(α + Δ) - Δ <= G_μ(α) for every α.
-
-    After Gomez et al. 2025, and Kaissis et al. 2024, arXiv 2406.08918. The tangents of slope -e^ε to both curves show
-    that Δ = sup over ε >= 0 of (δ_μ(ε) - δ(ε))/(1 + e^ε), with δ_μ of Gaussian DP and δ of the guarantee. This is an
-    upper bound: between two of `lines`, δ, which is convex in e^ε, is replaced by the extended chords of the
-    neighbouring intervals. The largest value is then at one of the lines, or where two such chords cross.
-    """
-    if mu == 0 or (isinstance(privacy, GaussianMechanism) and privacy.mu == mu):
-        return 0.0
-    if not math.isfinite(mu):
-        return 1.0
-    epsilon, delta = lines(privacy)
-    epsilon, delta = epsilon[epsilon < _MAX_EXPONENT / 2], delta[epsilon < _MAX_EXPONENT / 2]
-    x = np.exp(epsilon)
-    if len(x) > 1:  # δ(-ε) = 1 - e^-ε + e^-ε δ(ε)
-        x, delta = np.append(1 / x[1], x), np.append(1 - (1 - delta[1]) / x[1], delta)
-    if len(x) >= 4:
-        slope = np.diff(delta) / np.diff(x)
-        left, right, before, after = x[1:-2], x[2:-1], slope[:-2], slope[2:]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            cross = (delta[2:-1] - after * right - delta[1:-2] + before * left) / (before - after)
-        cross = np.clip(np.where(np.isfinite(cross), cross, left), left, right)
-        least = np.maximum(delta[1:-2] + before * (cross - left), delta[2:-1] + after * (cross - right))
-        x, delta = np.append(x, cross), np.append(delta, least)
-    gaussian = GaussianMechanism(mu)
-    distances = [(gaussian.delta(math.log(at)) - d) / (1 + at) for at, d in zip(x, delta, strict=True) if at >= 1]
-    return float(max(0.0, *distances))
 
 
 def _least(bound: Callable[[float], float], where: Array) -> float:

@@ -1,14 +1,11 @@
 """Makes the objects of a composed configuration: module and privacy plan."""
 
-import hashlib
 import inspect
-import json
 import logging
 import re
-import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
@@ -24,7 +21,6 @@ from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.accounting.rounding import up
 from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
 from dpexp.errors import ConfigError, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
@@ -248,8 +244,7 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     if load_weights and is_file:
         head = head_parameters(model, getattr(tuning, "head", None))
         load_initial_weights(model, Path(weights).expanduser(), head)
-    if load_weights and cfg.privacy.enabled:
-        _refuse_non_private_weights(cfg)
+        _refuse_non_private_weights(cfg, Path(weights).expanduser())
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is trainable.")
@@ -263,6 +258,16 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     multiplicity = cfg.augment.multiplicity if augment else 1
     kind = LanguageModel if is_causal(model) else Classifier
     return kind(model, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model))
+
+
+def _refuse_non_private_weights(cfg: DictConfig, path: Path) -> None:
+    """Refuses, for a private job, a file that a job without privacy saved with the same `data.id`."""
+    about = read_metadata(path)
+    if cfg.privacy.enabled and about.get("private") == "False" and cfg.data.id and about.get("data_id") == cfg.data.id:
+        raise ConfigError(
+            f"model.weights={path} come from a training without privacy on the records of data.id={cfg.data.id}; use "
+            "weights trained on public data, or by a private job (whose ε is then spent as well)."
+        )
 
 
 def _refuse_for_own_module(cfg: DictConfig) -> None:
@@ -341,80 +346,3 @@ def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
     for layer, training in modes.items():
         layer.training = training
     return preprocessed
-
-
-# What initial weights were trained on
-
-
-_NOT_OF_RECORDS = {  # options of data modules that change no record, or only how it is cut into tokens
-    "batch_size", "workers", "num_workers", "users", "length", "unit", "tokenizer", "prompts", "privacy_unit",
-    "adjacency",
-}  # fmt: skip
-
-
-def _refuse_non_private_weights(cfg: DictConfig) -> None:
-    """Refuses weights that come, perhaps through other files, from a training on this job's records without privacy."""
-    for metadata in _initial_weights(cfg):
-        if _data_fingerprint(cfg) in _exposed_data(metadata):
-            raise ConfigError(
-                f"the weights {metadata['path']} come from a training without privacy on the records of this job's "
-                "data.module; use weights trained on public data, or by a private job (whose ε is then spent as well)."
-            )
-    for spent in spent_before(weights_metadata(cfg)):
-        warnings.warn(f"the initial weights were trained on the same records, which costs {spent} in addition")
-
-
-def spent_before(origin: Mapping[str, str]) -> list[str]:
-    """(ε, δ) of the earlier private trainings on the same records that a job's initial weights come from."""
-    before = (one.split("/") for one in origin["spent"].split())
-    claims = [(float(epsilon), float(delta)) for data, epsilon, delta, _ in before if data == origin["data"]]
-    return [f"ε = {up(epsilon, 4)}, δ = {up(delta, 4)}" for epsilon, delta in claims]
-
-
-def weights_metadata(cfg: DictConfig) -> dict[str, str]:
-    """The metadata about records for a job's own weights file.
-
-    To be called when the job starts: the files with its initial weights may be others when it ends."""
-    before = [*_initial_weights(cfg)]
-    tells_of = sorted({one for metadata in before for one in _exposed_data(metadata)})
-    spent = sorted({one for metadata in before for one in _spent(metadata) if one.count("/") == 3})
-    own = {"data": _data_fingerprint(cfg), "job": secrets.token_hex(8)}
-    return own | {"tells_of": " ".join(tells_of), "spent": " ".join(spent)}
-
-
-def _data_fingerprint(cfg: DictConfig) -> str:
-    """Equal for jobs on the same records, as far as their configurations show."""
-    module: Any = OmegaConf.to_container(cfg.data.module, resolve=True)
-    while isinstance(module.get("of"), dict):  # features of those records
-        module = module["of"]
-    module = {key: value for key, value in module.items() if key not in _NOT_OF_RECORDS}
-    return hashlib.sha256(json.dumps(module, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _initial_weights(cfg: DictConfig) -> Iterator[dict[str, str]]:
-    """The metadata of all weights files that the configuration of model and data names anywhere."""
-    for text in {*_texts([OmegaConf.to_container(part, resolve=True) for part in (cfg.model, cfg.data.module)])}:
-        with suppress(ConfigError, OSError, ValueError, RuntimeError):  # a text that names no weights file
-            if (path := Path(text).expanduser()).is_file():
-                yield {"path": text} | read_metadata(path)
-
-
-def _texts(node: Any) -> Iterator[str]:
-    if isinstance(node, str):
-        yield node
-    elif isinstance(node, dict | list):
-        for child in node.values() if isinstance(node, dict) else node:
-            yield from _texts(child)
-
-
-def _exposed_data(metadata: Mapping[str, str]) -> set[str]:
-    """Fingerprints of the data that a file's weights were trained on without privacy."""
-    own = {metadata["data"]} if metadata.get("private") == "False" and "data" in metadata else set()
-    return own | set(metadata.get("tells_of", "").split())
-
-
-def _spent(metadata: Mapping[str, str]) -> set[str]:
-    """The cost of the private trainings that a file's weights come from, each as fingerprint/ε/δ/job."""
-    keys = ("data", "epsilon", "delta", "job")
-    own = {"/".join(metadata[key] for key in keys)} if {*keys} <= {*metadata} else set()
-    return own | set(metadata.get("spent", "").split())

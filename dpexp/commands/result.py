@@ -19,7 +19,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import preprocessing_of
-from dpexp.reporting.run_figures import class_counts, signal_and_noise, values_over_rounds
+from dpexp.reporting.run_figures import class_counts, values_over_rounds
 from dpexp.training.callbacks import LastWeights
 from dpexp.training.classifier import Classifier
 
@@ -148,8 +148,6 @@ def released_values(module: pl.LightningModule, privacy: PrivacyCallback | None,
         _save(values_over_rounds(privacy.estimates), output / "released.png")
         smoothed = {name: privacy.estimates.moving_average(name) for name in privacy.estimates.history}
         found["released"] = {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
-    if privacy and privacy.signals.history:
-        _save(signal_and_noise(privacy.signals), output / "signal.png")
     return found
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from dpexp._lightning_compat import MisconfigurationException, pl
-from dpexp.commands.build import data_of, make, module_of, silence_lightning, spent_before
+from dpexp.commands.build import data_of, make, module_of, silence_lightning
 from dpexp.commands.command_line import as_overrides, is_option
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
@@ -265,12 +265,8 @@ def save_model(
     result: dict[str, Any],
     output: Path,
     run_id: str | None,
-    metadata: dict[str, str],
 ) -> dict[str, str]:
     """Writes weights, card and, for an MLflow run, MLflow's form of the model into the job's folder.
-
-    Args:
-        metadata: about the records, of `build.weights_metadata`.
 
     Returns:
         Tags of the model for MLflow's registry.
@@ -283,22 +279,23 @@ def save_model(
     shutil.rmtree(output / MLFLOW_MODEL, ignore_errors=True)
     model = bare(module)
     about = {"private": str(result["private"]), "rounds": str(result["rounds"])}
+    about |= {"data_id": cfg.data.id} if cfg.data.id else {}
     if "epsilon" in result:
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
     (output / RESERVED).unlink(missing_ok=True)
     try:
-        save_weights(model, output / WEIGHTS, about | metadata)
+        save_weights(model, output / WEIGHTS, about)
     except Exception as error:
         (output / WEIGHTS).unlink(missing_ok=True)
-        raise SavedElsewhere(error, save_to_temporary_file(model, about | metadata)) from error
+        raise SavedElsewhere(error, save_to_temporary_file(model, about)) from error
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
     lost = non_tensor_state(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, which are no tensors: a loaded model lacks them")
-    text = card(names, result, plan, run_id or str(output), lost, spent_before(metadata))
+    text = card(names, result, plan, run_id or str(output), lost)
     (output / CARD).write_text(text)
     if isinstance(data, RawData):
         try:

@@ -31,7 +31,6 @@ from dpexp.commands.build import (
     set_batch_size,
     silence_lightning,
     uncalibrated_plan,
-    weights_metadata,
 )
 from dpexp.commands.result import check_objective, measure, objective, objective_of, released_values, result_of
 from dpexp.commands.saved_jobs import (
@@ -232,7 +231,6 @@ class _Job(NamedTuple):
     plan: PrivacyPlan | None
     privacy: "PrivacyCallback | None"
     trainer: pl.Trainer
-    metadata: dict[str, str]
 
 
 def _make_job(
@@ -253,7 +251,7 @@ def _make_job(
     privacy = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, privacy, output)
     check_objective(cfg, module, trainer)
-    return _Job(module, data, plan, privacy, trainer, weights_metadata(cfg))
+    return _Job(module, data, plan, privacy, trainer)
 
 
 def check_trial(cfg: DictConfig) -> None:
@@ -306,7 +304,7 @@ def _without_passwords(cfg: DictConfig) -> DictConfig:
 def _train(
     cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop, others: Sequence[Ledger]
 ) -> dict[str, Any]:  # fmt: skip
-    module, data, plan, privacy, trainer, metadata = job
+    module, data, plan, privacy, trainer = job
     trainer.callbacks.append(stop)  # type: ignore[attr-defined]
     if tracked:
         trainer.logger = tracked.logger
@@ -341,7 +339,7 @@ def _train(
         result["class_names"] = [*map(str, class_names)]
     result |= released_values(module, privacy, output)
     try:
-        about = save_model(cfg, plan, module, data, result, output, tracked.run_id if tracked else None, metadata)
+        about = save_model(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
     except SavedElsewhere as error:  # the result must not be lost
         warnings.warn(f"the model could not be kept in {output}: {error}")
         result["weights"] = str(error.path)

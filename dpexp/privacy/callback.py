@@ -29,8 +29,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     The training loader yields the plan's samples, and from `on_before_optimizer_step` on `p.grad` is the noisy average.
     Each round is in the ledger before its release is used. Released metrics are logged as `private/…` and kept in
-    `estimates`; `signals` has the signal-to-noise history of the gradients. Private preprocessing runs before the first
-    round. Several processes (strategy ddp) train the same model as one process would.
+    `estimates`. Private preprocessing runs before the first round. Several processes (strategy ddp) train the same
+    model as one process would.
 
     Args:
         plan: from `make_plan`, for this module.

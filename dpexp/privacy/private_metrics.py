@@ -2,45 +2,33 @@
 
 A metric is a vector like a gradient: v̂ = (Σ_i c_i v^i + α N(0, σ̃² I))/qn estimates the mean of the records' values,
 clipped to S_g, with noise of standard deviation α σ̃/qn.
-
-Signal and noise of a released gradient v̂_j = v̄_j + N(0, s_j² I), s_j = α_j σ̃/qn, in the group's scaled norm:
-
-    E Σ_j ‖v̂_j/α_j‖² = Σ_j ‖v̄_j/α_j‖² + d (σ̃/qn)²,
-
-so that Σ_j ‖v̂_j/α_j‖² - d (σ̃/qn)² is an unbiased estimate of the signal's squared length, with variance
-2 d (σ̃/qn)⁴ + 4 (σ̃/qn)² Σ_j ‖v̄_j/α_j‖². Correlated noise σ̃ y_t is larger by the standard deviation of y_t; in the
-variance of a mean over rounds the first term is multiplied by Σ_k ρ_k², the second by at most Σ_k |ρ_k| (`ties` of
-`dpexp.privacy.noise.correlated`). Estimates are post-processing.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dpexp._torch_compat import current_level
 from dpexp.errors import ConfigError, positive, positive_integer
 from dpexp.privacy.gradients.branches import HiddenNumber
-from dpexp.privacy.noise.correlated import correlation_sums, noise_std
 from dpexp.privacy.plan.clipping import GroupClipping, at_most_root
 from dpexp.privacy.plan.groups import Vector, value_key
 
 if TYPE_CHECKING:
-    from dpexp.privacy.plan.plan import Group, PrivacyPlan
+    from dpexp.privacy.plan.plan import PrivacyPlan
 
 BATCHNORM = "batchnorm"  # metric group of private batch normalization
 UNCLIPPED = "fraction_within_clip_norm"  # metric group of adaptive clipping
 WEIGHT = ".weight"  # key of a record's weight, which is not released
 _KEYS = ("clip_norm", "budget_share", "dim", "every_n_rounds", "values")
 _WINDOW_SHARE = 5  # the moving average is over the last 1/5 of the releases
-_CURVE_POINTS = 20
 # A record's values by metric key, and the functorch level at which they are recorded.
 _marked: ContextVar[tuple[dict[str, list[Any]], int | None]] = ContextVar("marked", default=({}, None))
 
@@ -271,71 +259,3 @@ def _of_round(now: "PrivacyPlan", released: Mapping[str, Tensor]) -> Iterator[tu
                 numbers = released[value_key(vector.name)].tolist()
                 for name, number in zip(entry_names(vector.name, len(numbers)), numbers, strict=True):
                     yield name, number, alpha * group.sigma / (now.sampling.q * now.n)
-
-
-class GradientSignal:
-    """History of the released gradients' squared lengths.
-
-    Attributes:
-        history: by group, (round, Σ_j ‖v̂_j/α_j‖², d, standard deviation of the noise) of each release, and with
-            correlated noise the two variance factors.
-    """
-
-    def __init__(self, history: dict[str, list[tuple[float, ...]]] | None = None) -> None:
-        self.history = history or {}
-        self._added = 0  # since the start of the process, and so of the noise
-
-    def add(self, now: "PrivacyPlan", completed: int, released: Mapping[str, Tensor]) -> None:
-        """Adds the release v̂ by parameter of round number `completed`, counted from 1."""
-        groups = [group for group in now.groups if not group.is_metric]
-        squares = torch.stack([_square(group, released) for group in groups]).tolist()
-        for group, square in zip(groups, squares, strict=True):
-            sd = group.sigma / (now.sampling.q * now.n)
-            entry: tuple[float, ...] = (completed, square, group.d, sd)
-            if len(group.bands) > 1:
-                rounds = max(now.rounds, self._added + 1)
-                sd *= float(noise_std(group.bands, rounds)[self._added])
-                entry = (completed, square, group.d, sd, *correlation_sums(group.bands, rounds))
-            self.history.setdefault(group.name, []).append(entry)
-        self._added += 1
-
-
-class SignalCurve(NamedTuple):
-    """Means over m windows of rounds, for one group.
-
-    Attributes:
-        rounds: [m] the windows' last rounds.
-        signal, noise: [m] estimated squared lengths.
-        sd: [m] standard deviations of `signal`.
-    """
-
-    rounds: np.ndarray
-    signal: np.ndarray
-    sd: np.ndarray
-    noise: np.ndarray
-
-
-def signal_curve(history: Sequence[tuple[float, ...]]) -> SignalCurve:
-    """Signal and noise of a group in up to 20 windows of equal numbers of rounds."""
-    releases = np.array(history, dtype=float)
-    windows = np.array_split(releases, min(_CURVE_POINTS, len(releases)))
-    return SignalCurve(*map(np.array, zip(*map(_window_means, windows), strict=True)))
-
-
-def _window_means(window: np.ndarray) -> tuple[float, float, float, float]:
-    rounds, square, d, sd, *ties = window.T
-    of_squares, of_sums = ties or (1.0, 1.0)
-    noise = d * sd**2
-    signal = (square - noise).mean()
-    variance = (2 * d * sd**4 * of_squares + 4 * sd**2 * max(signal, 0) * of_sums).mean()
-    return rounds[-1], signal, np.sqrt(variance / len(window)), noise.mean()
-
-
-def _square(group: "Group", released: Mapping[str, Tensor]) -> Tensor:
-    """Σ_j ‖v̂_j/α_j‖², a scalar in float64, since the rounding of float32 can exceed the signal."""
-    lengths = [
-        torch.linalg.vector_norm(released[name], dtype=torch.float64) / alpha
-        for vector, alpha in zip(group.vectors, group.alphas, strict=True)
-        for name in vector.parameters
-    ]
-    return torch.linalg.vector_norm(torch.stack([length.to(lengths[0].device) for length in lengths])) ** 2

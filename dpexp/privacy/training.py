@@ -35,7 +35,7 @@ from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.groups import parameters, value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import prepare
-from dpexp.privacy.private_metrics import UNCLIPPED, GradientSignal, MetricEstimates
+from dpexp.privacy.private_metrics import UNCLIPPED, MetricEstimates
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.running_epsilon import RunningEpsilon
 from dpexp.privacy.sampling.batches import FailedRecord
@@ -116,7 +116,6 @@ class PrivateTraining:
         self.pad_to = pad_to
         self.dry_run_only = False
         self.estimates = MetricEstimates()
-        self.signals = GradientSignal()
         self.adaptive_state = AdaptiveState(plan.adaptive) if plan.adaptive else None
         self.rounds_done = 0
         self._noise_seed = noise_seed
@@ -156,7 +155,7 @@ class PrivateTraining:
         multipliers = self.adaptive_state.multipliers if self.adaptive_state else []
         return {
             "completed": self.rounds_done, "prepared": self._preprocessed, "ledger": position, "bounds": multipliers,
-            "values": self.estimates.history, "signals": self.signals.history, "compiled": self.compile,
+            "values": self.estimates.history, "compiled": self.compile,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,7 +163,6 @@ class PrivateTraining:
         self.rounds_done, self._position = state_dict["completed"], state_dict.get("ledger")
         self._preprocessed = state_dict["prepared"]
         self.estimates = MetricEstimates(state_dict["values"])
-        self.signals = GradientSignal(state_dict["signals"])
         if self.adaptive_state:
             self.adaptive_state.restore(state_dict["bounds"])
         if self.compile is None:
@@ -341,7 +339,6 @@ class PrivateTraining:
         assert self._ledger and self._engine
         released = self._engine.release(self._ledger)
         self._metrics = self.estimates.add(self._engine.current_plan, self.rounds_done + 1, released)
-        self.signals.add(self._engine.current_plan, self.rounds_done + 1, released)
         if self.adaptive_state:
             self._indicators = released[value_key(UNCLIPPED)]
         for layer in self._norm_layers:

@@ -14,21 +14,13 @@ from dpexp.training.classifier import MAJORITY, RECALL
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
-- the test set, which is taken as public, and `data.n` and normalisation constants, which must be published facts;
+- the test set and the initial weights, which are taken as public;
+- `data.n` and normalisation constants, which must be published facts;
 - whatever the training code itself writes to files or to the network."""
-_EARLIER = (
-    "Its training began from the weights of another training on the same records, which spent {spent}: the sum bounds "
-    "both."
-)
 
 
 def card(
-    names: Mapping[str, str],
-    result: Mapping[str, Any],
-    plan: PrivacyPlan | None,
-    load: str,
-    lost: Sequence[str] = (),
-    before: Sequence[str] = (),
+    names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan | None, load: str, lost: Sequence[str] = ()
 ) -> str:
     """The model card.
 
@@ -38,7 +30,6 @@ def card(
         plan: None for a model that was trained without privacy.
         load: the argument of `dpexp.load`.
         lost: names of state that is not saved.
-        before: what earlier trainings on the same records spent, from whose weights this one began.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
     metrics = result.get("metrics", {})
@@ -60,7 +51,6 @@ def card(
         lines.append("")
     if plan is not None and "epsilon" in result:
         lines += _guarantee(names, result, plan)
-        lines += [f"{_EARLIER.format(spent=one)}\n" for one in before]
     if lost:
         lines += [f"**Not saved**: {', '.join(lost)}, which are no tensors; a loaded model starts them anew.", ""]
     lines += [

@@ -13,7 +13,7 @@ from dpexp.accounting.coverage import is_bound
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
 from dpexp.accounting.rounding import up
 from dpexp.accounting.tradeoff import type_two_errors
-from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, signal_curve
+from dpexp.privacy.private_metrics import MetricEstimates
 
 POINTS = 25
 _MAX_PANELS = 8
@@ -90,30 +90,6 @@ def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figur
     right.set_aspect("equal")
     right.grid(alpha=0.3)
     right.legend()
-    return figure
-
-
-def signal_and_noise(signals: GradientSignal) -> Figure:
-    """The norm of the average gradient of each group, as estimated from releases, and the norm of its noise.
-
-    The signal is drawn ± 2 standard deviations, where it is distinguishable from 0. At most eight groups are drawn.
-    """
-    shown = list(signals.history)[:_MAX_PANELS]
-    figure = Figure(figsize=(6.5, 0.8 + 2.2 * len(shown)), layout="constrained")
-    for k, name in enumerate(shown):
-        axes = figure.add_subplot(len(shown), 1, k + 1, ylabel=name, yscale="log")
-        found = signal_curve(signals.history[name])
-        low, middle, high = (np.sqrt(np.maximum(found.signal + sign * 2 * found.sd, 0)) for sign in (-1, 0, 1))
-        floor = 0.3 * min([np.sqrt(found.noise).min(), *high[high > 0]])  # a logarithmic axis has no 0
-        axes.plot(found.rounds, np.sqrt(found.noise), color="C7", label="noise")
-        detected = low > 0
-        axes.plot(found.rounds, np.where(detected, middle, np.nan), "o-", color="C0", markersize=3, label="signal")
-        axes.fill_between(found.rounds, np.maximum(low, floor), high, color="C0", alpha=0.2, label="± 2 sd")
-        axes.set_ylim(bottom=floor)
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small", ncols=3)
-    figure.axes[0].set_title("Norm of a round's average gradient, in the mechanism's units", fontsize="medium")
-    figure.axes[-1].set_xlabel("round")
     return figure
 
 

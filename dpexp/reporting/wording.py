@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from dpexp.accounting.risk import FALSE_POSITIVES, tpr_at
 from dpexp.accounting.rounding import up
+from dpexp.accounting.tradeoff import TAIL
 
 
 def in_words(risk: Mapping[str, float], unit: str = "record") -> str:
@@ -25,5 +26,5 @@ def max_tpr(risk: Mapping[str, float], fpr: float) -> str:
 
 
 def gaussian(risk: Mapping[str, float]) -> str:
-    """The μ of Gaussian DP, with its regret."""
-    return f"Gaussian DP with μ = {up(risk['mu'], 4)} (regret {up(risk['regret'], 2)})"
+    """The μ of Gaussian DP, with the tolerance of `gaussian_bound`."""
+    return f"Gaussian DP with μ = {up(risk['mu'], 4)}, up to a probability of {TAIL:g}"

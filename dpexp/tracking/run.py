@@ -190,7 +190,7 @@ class TrackedRun:
         self._outbox.metrics(values | constants(found), result["rounds"])
         if "step" in result:
             self._outbox.tags({"dpexp.step": result["step"]})
-        figures = ["audit.png", "released.png", "signal.png", *(f"{name}.png" for name in released)]
+        figures = ["audit.png", "released.png", *(f"{name}.png" for name in released)]
         self._send_files("result.json", *figures)
 
     def log_model(self, model_tags: Mapping[str, str], rounds: int) -> None:

@@ -410,12 +410,12 @@ def test_each_round_has_random_numbers_of_its_own(tmp_path):
 
 
 def contents(thing, path=""):
-    """Every number of a checkpoint but the weights, and what releases tell of the gradients."""
+    """Every number of a checkpoint but the weights."""
     if isinstance(thing, dict):
         return {
             k: v
             for key, value in thing.items()
-            if key not in ("state_dict", "signals")
+            if key != "state_dict"
             for k, v in contents(value, f"{path}/{key}").items()
         }
     if isinstance(thing, list | tuple):

@@ -95,7 +95,6 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
 
 FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0")
 PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
-TELLING = r"come from a training without privacy on the records of this job's data\.module"
 NETWORK = "{_target_: dpexp.training.models.mlp, shape: [1, 8, 8], classes: 10}"
 BACKBONE = (
     "data.module._target_=dpexp.training.data.Features", "~data.module.users", "+data.module.cache=cache",
@@ -123,33 +122,17 @@ def test_a_model_that_was_tuned_by_lora_is_found_again(dpexp_job):
     assert load_file(output / "weights.safetensors")["1.lora_B.default.weight"].abs().sum() > 0  # was trained
 
 
-def test_weights_that_tell_of_the_same_records_are_refused(dpexp_job):
-    """Those of a training without privacy on them, and those of trainings on other records that began with these."""
-    telling = dpexp_job(*FAST, "privacy.enabled=false") / "weights.safetensors"
-    between = dpexp_job(*FAST, "data=synthetic", "data.shape=[1,8,8]", "data.classes=10", f"model.weights={telling}")
-    after = dpexp_job(*FAST, *PUBLIC, "data.classes=10", f"model.weights={between / 'weights.safetensors'}")
-    (renamed := after / "other.st").write_bytes((after / "weights.safetensors").read_bytes())
-    for overrides in (
-        [f"model.weights={telling}"],
-        [f"model.weights={telling}", "data.users=150"],  # other users, the same records
-        [f"model.weights={after / 'weights.safetensors'}"],
-        [*BACKBONE, f"+data.module.by.weights={renamed}"],
-    ):
-        with pytest.raises(SystemExit, match=TELLING):
-            dpexp_job(*FAST, *overrides)
-    dpexp_job(*FAST, f"model.weights={telling}", "privacy.enabled=false")
-
-
-def test_the_cost_of_earlier_private_trainings_on_the_same_records_is_stated(dpexp_job):
-    sentence = "another training on the same records, which spent"
-    first = dpexp_job(*FAST)
-    with pytest.warns(UserWarning, match=r"on the same records, which costs ε = [\d.]+, δ = 0.0001 in addition"):
-        second = dpexp_job(*FAST, f"model.weights={first / 'weights.safetensors'}")
-    spent = f"{sentence} ε = {read_metadata(first / 'weights.safetensors')['epsilon']}, δ = 0.0001"
-    assert spent in (second / "card.md").read_text() and sentence not in (first / "card.md").read_text()
-    with pytest.warns(UserWarning, match="in addition"):
-        third = dpexp_job(*FAST, f"model.weights={second / 'weights.safetensors'}")
-    assert (third / "card.md").read_text().count(sentence) == 2
+def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_job):
+    named, other, nameless = ("data.id=rows",), ("data.id=others",), ()
+    telling = dpexp_job(*FAST, *named, "privacy.enabled=false") / "weights.safetensors"
+    said = r"come from a training without privacy on the records of data\.id=rows; use"
+    with pytest.raises(SystemExit, match=said):
+        dpexp_job(*FAST, *named, f"model.weights={telling}")
+    for allowed in (other, nameless, (*named, "privacy.enabled=false")):
+        dpexp_job(*FAST, *allowed, f"model.weights={telling}")
+    for ids, privacy in ((named, "true"), (nameless, "false")):  # weights of a private job, or of no data.id
+        given = dpexp_job(*FAST, *ids, f"privacy.enabled={privacy}") / "weights.safetensors"
+        dpexp_job(*FAST, *ids, f"model.weights={given}")
 
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):

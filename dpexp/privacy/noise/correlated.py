@@ -12,13 +12,13 @@ from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.signal import correlate, lfilter
+from scipy.signal import lfilter
 
 from dpexp.accounting.composition import Array
 
 Plan = TypeVar("Plan")
 _LOG_OVERFLOW = 1e3  # above the logarithm of any float, but not so far above that line searches fail
-_MAX_LAG = 2**13  # rounds of which correlations are computed; beyond the bands they decay quickly
+_MAX_LAG = 2**13  # rounds over which d_k² is summed; beyond the bands it decays quickly
 
 
 def coefficients(kind: str, b: int, rounds: int, momentum: float) -> tuple[float, ...]:
@@ -83,27 +83,9 @@ def inverse(c: tuple[float, ...], length: int) -> Array:
     return lfilter([1.0], c, np.eye(1, length)[0])
 
 
-@lru_cache(maxsize=64)
-def noise_std(c: tuple[float, ...], rounds: int) -> Array:
-    """The standard deviation of y_t, t < rounds: √Σ_{k<=t} d_k²."""
-    return np.sqrt(np.cumsum(inverse(c, rounds) ** 2))
-
-
 def max_noise_std(sigma: float, c: Sequence[float]) -> float:
-    """The largest standard deviation of the noise σ̃ y_t: σ̃ if it is independent, more if it is correlated."""
-    return sigma * float(noise_std(tuple(c), _MAX_LAG)[-1]) if len(c) > 1 else sigma
-
-
-@lru_cache(maxsize=64)
-def correlation_sums(c: tuple[float, ...], rounds: int) -> tuple[float, float]:
-    """Σ_k ρ_k² and Σ_k |ρ_k|, with the correlations ρ_k of y_t and y_{t+k} after many rounds.
-
-    They bound how much the variances of sums over rounds, of ‖y_t‖² and of y_t, exceed those of independent noise.
-    """
-    d = inverse(c, min(rounds, _MAX_LAG))
-    rho = correlate(d, d)
-    rho /= rho.max()
-    return float(np.dot(rho, rho)), float(np.abs(rho).sum())
+    """The largest standard deviation of the noise σ̃ y_t: σ̃ if it is independent, σ̃ √Σ_k d_k² if it is correlated."""
+    return sigma * math.sqrt(np.sum(inverse(tuple(c), _MAX_LAG) ** 2)) if len(c) > 1 else sigma
 
 
 def _workload(rounds: int, momentum: float) -> Array:
