@@ -8,9 +8,8 @@ from typing import Any
 from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.terminal import before_training, neighbours
+from dpexp.reporting.terminal import RECALL, before_training, neighbours
 from dpexp.reporting.wording import gaussian, max_tpr
-from dpexp.training.classifier import MAJORITY, RECALL
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
@@ -34,7 +33,8 @@ def card(
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
     metrics = result.get("metrics", {})
     if "test_accuracy" in metrics:  # the line that MLflow shows without a click
-        always = f", always the most frequent class {metrics[MAJORITY]:.2%}" if MAJORITY in metrics else ""
+        majority = metrics.get("test_majority_accuracy")
+        always = "" if majority is None else f"; always the most frequent class: {majority:.2%}"
         lines += [f"**Test accuracy {metrics['test_accuracy']:.2%}**{always}  "]
     if plan is None:
         lines += ["**Not private**: trained without noise, as a baseline for private models.", ""]

@@ -29,10 +29,10 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.reporting.wording import in_words
-from dpexp.training.classifier import BALANCED, MAJORITY, RECALL
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
+RECALL = "test_recall_"  # of class 0, 1, …
 _MAX_RECALLS = 5  # classes
 
 
@@ -310,13 +310,13 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None
 def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, after: str = "") -> None:
     """Prints what the test set shows, and what always giving its most frequent class would reach."""
     if "test_accuracy" in metrics:
-        accuracy, majority = metrics["test_accuracy"], metrics.get(MAJORITY)
+        accuracy, majority = metrics["test_accuracy"], metrics.get("test_majority_accuracy")
         beside = "" if majority is None else f"; always its most frequent class: {majority:.2%}"
         _print(f"[bold]Test accuracy {accuracy:.2%}[/]{after}{beside}")
         if majority is None:
             return
         of_classes = _recalls(metrics, class_names)
-        _print(f"Balanced accuracy {metrics[BALANCED]:.2%}, AUC {metrics['test_auc']:.3f}{of_classes}")
+        _print(f"Balanced accuracy {metrics['test_balanced_accuracy']:.2%}, AUC {metrics['test_auc']:.3f}{of_classes}")
         if accuracy <= majority:
             _print(
                 "[bold red]The model is no better than always giving the most frequent class.[/] More records, a "

@@ -22,7 +22,6 @@ from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError, RecordError
 
 Augment = Callable[[Tensor], Tensor]
-MAJORITY, BALANCED, RECALL = "test_majority_accuracy", "test_balanced_accuracy", "test_recall_"  # RECALL: of class k
 _MAX_RECALLS = 20  # classes
 _SGD_DISTANCE, _ADAM_DISTANCE = 20.0, 0.28  # D and A: the best of five tasks at ε = 0.5 to 8 and T = 12 to 1 130
 
@@ -102,7 +101,7 @@ class Classifier(pl.LightningModule):
     METRICS: tuple[str, ...] = (
         "test_loss",
         "test_accuracy",
-        BALANCED,
+        "test_balanced_accuracy",
         "test_auc",
         "test_f1",
         "test_calibration_error",
@@ -240,10 +239,12 @@ def _metrics_of_all(scores: Tensor, y: Tensor) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes that the test set lacks
         recall = multiclass_recall(p, y, classes, average="none")
-        recalls = {f"{RECALL}{k}": recall[k] for k in range(classes) if counts[k]} if classes <= _MAX_RECALLS else {}
+        recalls = (
+            {f"test_recall_{k}": recall[k] for k in range(classes) if counts[k]} if classes <= _MAX_RECALLS else {}
+        )
         return recalls | {
-            MAJORITY: counts.max() / len(y),
-            BALANCED: recall[counts > 0].mean(),
+            "test_majority_accuracy": counts.max() / len(y),
+            "test_balanced_accuracy": recall[counts > 0].mean(),
             "test_auc": multiclass_auroc(p, y, classes),
             "test_f1": multiclass_f1_score(p, y, classes, average="macro"),
             "test_calibration_error": multiclass_calibration_error(p, y, classes, n_bins=15),
