@@ -21,9 +21,8 @@ MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 NoOptimizer = pl.core.optimizer._MockOptimizer  # where configure_optimizers returns none
 TrainerFn = pl.trainer.states.TrainerFn
 is_overridden = pl.utilities.model_helpers.is_overridden
-isolate_rng = pl.utilities.seed.isolate_rng
 
-__all__ = ["MisconfigurationException", "NoOptimizer", "TrainerFn", "is_overridden", "isolate_rng", "pl"]
+__all__ = ["MisconfigurationException", "NoOptimizer", "TrainerFn", "is_overridden", "pl"]
 
 
 def environment(name: str) -> Any:

@@ -209,6 +209,7 @@ def default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str
     """{"lr": what optimizer.lr=auto means for the plan}; {} if the learning rate is given."""
     if cfg.optimizer.get("lr") != AUTO:
         return {}
+    _check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
     norm = plan.gradient_norm if plan else 1.0
     return {"lr": noisy_learning_rate(cfg.optimizer, plan.rounds if plan else rounds_of(cfg), norm)}
 

@@ -227,7 +227,9 @@ class Sweep:
             return
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
         costs, sentence = cost_of_choice(frame, self.parent.ledgers(), self.parent.facts)
-        tops = {} if frame.empty else best_of_trials(frame)
+        # Private selection is accounted for one winner, of all trials.
+        apart = () if self.parent.facts.get("selects") else ("data", "cost")
+        tops = {} if frame.empty else best_of_trials(frame, apart)
         lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
         lines += [*described(tops, "**"), sentence, ""]
         lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]

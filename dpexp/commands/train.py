@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp._lightning_compat import MisconfigurationException, pl
+from dpexp._lightning_compat import pl
 from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger
 from dpexp.commands import processes, sweep
 from dpexp.commands.account import earlier_on_data, with_earlier
@@ -43,7 +43,7 @@ from dpexp.commands.saved_jobs import (
     rounds_done,
     save_model,
 )
-from dpexp.commands.trainer import callback_for, sentence, trainer_for
+from dpexp.commands.trainer import callback_for, explained, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.plan.allocation import Explicit
@@ -184,7 +184,8 @@ def _check(cfg: DictConfig) -> None:
         terminal.print_trained_parameters(job.module)
         job.privacy.dry_run_only = True
         try:
-            job.trainer.fit(job.module, datamodule=job.data)
+            with explained(job.trainer):
+                job.trainer.fit(job.module, datamodule=job.data)
         except DryRunDone as done:
             terminal.print_check(str(done.step.mode), done.step.seconds_of_round, job.plan.rounds)
 
@@ -314,17 +315,12 @@ def _train(
     if cfg.data.id is not None and privacy is not None:
         mark = training_marker(output, lambda: privacy.ledger_opened)
     try:
-        with reserve_disk_space(bare(module), output / RESERVED), mark:
+        with reserve_disk_space(bare(module), output / RESERVED), mark, explained(trainer):
             trainer.fit(module, datamodule=data, ckpt_path=_checkpoint(cfg, output))
     except (KeyboardInterrupt, SystemExit, OSError) as error:
         if not isinstance(error, OSError) or (privacy and privacy.ledger_opened):
             terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
-    except (MisconfigurationException, RuntimeError, ValueError) as error:
-        message = sentence(error)
-        if message is None:
-            raise
-        raise ConfigError(message) from error
     seconds = time.monotonic() - started
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None

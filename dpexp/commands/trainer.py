@@ -1,6 +1,8 @@
 """The Lightning Trainer of a job, which of its options are honoured, and which another setting replaces."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from dpexp.commands import processes, sweep
 from dpexp.commands.build import accountants, make, rounds_of
 from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.validate import sampling_of
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import CPU_BATCH
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import NonPrivatePreprocessing
 from dpexp.privacy.refusals import ONE_OPTIMIZER
+from dpexp.privacy.training import DryRunDone
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
@@ -75,8 +78,7 @@ def trainer_for(
     per_epoch = max(1, round(policy.rounds_per_epoch))
     max_batch = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, max_batch)
-    watch = Watch(rounds, lambda names: setattr(private, "validated", names))
-    callbacks: list[pl.Callback] = [watch, private, LastCheckpoint(output / CHECKPOINT)]
+    callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
     configured = [make(f"callbacks.{name}", node) for name, node in (cfg.callbacks or {}).items()]
     for name, callback in zip(cfg.callbacks or {}, configured, strict=True):
         if not isinstance(callback, pl.Callback):
@@ -95,7 +97,7 @@ def trainer_for(
         callbacks.append(RoundBar(rounds, privacy, label))
     defaults = {
         "limit_val_batches": 1.0 if cfg.trainer.num_evaluations else 0,
-        "num_sanity_val_steps": 0,
+        "num_sanity_val_steps": min(1, cfg.trainer.num_evaluations),
         "log_every_n_steps": 1,
         "enable_model_summary": False,
     }
@@ -120,12 +122,24 @@ def trainer_for(
     return trainer
 
 
-def sentence(error: Exception) -> str | None:
-    """What an error of Lightning or torch means for a job; None if it is unknown."""
-    meaning = next((meaning for words, meaning in _MEANINGS.items() if words in str(error)), None)
-    if meaning is None and isinstance(error, MisconfigurationException):
-        return f"trainer or callbacks: {' '.join(str(error).split())}"
-    return meaning
+@contextmanager
+def explained(trainer: pl.Trainer) -> Iterator[None]:
+    """Turns an error of Lightning, torch or the first validation into a ConfigError, if its meaning is known."""
+    try:
+        yield
+    except Exception as error:
+        words = f"{error} {error.__cause__}"
+        message = next((meaning for known, meaning in _MEANINGS.items() if known in words), None)
+        if message is None and isinstance(error, ConfigError | RecordError | DryRunDone):
+            raise
+        said = " ".join(str(error).split())[:200].rstrip(".")
+        if any(isinstance(one, Watch) and one.is_validating_first for one in trainer.callbacks):  # type: ignore
+            message = f"model: the first batch of the validation set fails ({type(error).__name__}: {said})."
+        elif message is None and isinstance(error, MisconfigurationException):
+            message = f"trainer or callbacks: {said}."
+        if message is None:
+            raise
+        raise ConfigError(message) from error
 
 
 _MEANINGS = {

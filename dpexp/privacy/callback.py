@@ -48,11 +48,11 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     """
 
     _logged: set[str]  # names logged by training_step
-    validated: set[str]  # names logged by the validation before training
+    _validated: set[str]  # names logged by the validation before training
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._logged, self.validated = set(), set()
+            self._logged, self._validated = set(), set()
             refuse_mixed("trainer", trainer)
             refusals.refuse_callbacks(trainer)
             steps = refusals.check_length(trainer, self.plan)
@@ -68,8 +68,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         replace_training_loader(trainer, self._rounds)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.validated.clear()
-        self.validated.update(trainer.callback_metrics)
+        self._validated.clear()
+        self._validated.update(trainer.callback_metrics)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.fail_together():
@@ -154,7 +154,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 return training_step(batch, *args, **kwargs)
             if not isinstance(batch, SealedSample):
                 raise ConfigError("training_step was called outside the plan's rounds; each call would be a release.")
-            loop = _TrainersLoop(self.plan, trainer, pl_module, [*args], self._logged, self.validated)
+            loop = _TrainersLoop(self.plan, trainer, pl_module, [*args], self._logged, self._validated)
             convert = trainer.precision_plugin.convert_input
             self._sum_sample(
                 pl_module, lambda record: training_step(convert(record), *loop.args, **kwargs), loop, args[:1] == (0,)

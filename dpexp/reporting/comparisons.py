@@ -248,7 +248,7 @@ def best(points: DataFrame) -> Best:
     return Best(top, len(rest), float(margin), tied)
 
 
-def best_of_trials(trials: DataFrame) -> dict[str, Best]:
+def best_of_trials(trials: DataFrame, apart: Sequence[str] = ("data", "cost")) -> dict[str, Best]:
     """The best configuration of a sweep; if there are several data sets or privacy costs, that of each, by its name.
 
     The accuracies of trials of different costs are not compared: more budget gives more of it. Private configurations
@@ -257,7 +257,7 @@ def best_of_trials(trials: DataFrame) -> dict[str, Best]:
     found = trained(trials)
     if found.empty:
         found = trials[(trials["status"] == "FINISHED") & trials["test_accuracy"].notna()].assign(cost="")
-    by = [key for key in ("data", "cost") if found[key].nunique() > 1]
+    by = [key for key in apart if found[key].nunique() > 1]
     places = found[by].astype(str).agg(", ".join, axis=1) if by else Series("", index=found.index)
     return {str(place): best(configurations(runs)[0]) for place, runs in found.groupby(places, sort=False)}
 

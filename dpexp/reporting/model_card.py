@@ -105,8 +105,8 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
 
 def _named(name: str, result: Mapping[str, Any]) -> str:
     """A metric's name; of a recall, with the name of its class."""
-    classes = result.get("class_names")
-    return f"{name} ({classes[int(name.removeprefix(RECALL))]})" if classes and name.startswith(RECALL) else name
+    classes, k = result.get("class_names"), name.removeprefix(RECALL)
+    return f"{name} ({classes[int(k)]})" if classes and k.isdecimal() else name
 
 
 def _measured(name: str, value: float) -> str:

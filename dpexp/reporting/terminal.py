@@ -331,7 +331,8 @@ def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, a
 
 def _recalls(metrics: dict[str, float], class_names: Sequence[str] | None) -> str:
     """The recall of each class; of many, the lowest."""
-    recalls = {int(name.removeprefix(RECALL)): value for name, value in metrics.items() if name.startswith(RECALL)}
+    classes = {name.removeprefix(RECALL): value for name, value in metrics.items()}
+    recalls = {int(k): value for k, value in classes.items() if k.isdecimal()}
     lowest = sorted(recalls, key=recalls.__getitem__)[:_MAX_RECALLS]
     few = len(lowest) == len(recalls)
     shown = [f"{class_names[k] if class_names else k} {recalls[k]:.1%}" for k in (sorted(lowest) if few else lowest)]

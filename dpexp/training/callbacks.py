@@ -1,13 +1,11 @@
 """Learning-rate schedules, and Lightning callbacks: checkpoints, averaged weights, signals, early failure."""
 
-import copy
 import math
 import os
 import signal
 import threading
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
-from dpexp._lightning_compat import TrainerFn, checkpoint_of, is_overridden, isolate_rng, pl, validation_loader
+from dpexp._lightning_compat import TrainerFn, checkpoint_of, is_overridden, pl
 from dpexp.errors import ConfigError
+from dpexp.training.classifier import Classifier
 
 
 def cosine(optimizer: Optimizer, rounds: int, warmup: float = 0.0) -> LambdaLR:
@@ -170,33 +170,34 @@ class Stop(pl.Callback):
 
 
 class Watch(pl.Callback):
-    """Stops a training whose evaluation fails, whose weights are not finite, or whose validation loss is NaN in
-    NAN_EVALUATIONS evaluations in a row.
+    """Stops a training whose model does not fit the public records, whose weights are not finite, or whose validation
+    loss is NaN in NAN_EVALUATIONS evaluations in a row.
 
-    One batch of each evaluation is tried before the first round. Weights are checked after rounds 1, 2, 4, 8, …, and
-    about a hundred times more.
+    Weights are checked after rounds 1, 2, 4, 8, …, and about a hundred times more.
 
-    Args:
-        on_validated: gets the names that the validation logs, if they are known.
+    Attributes:
+        is_validating_first: Lightning's validation before the training is running.
     """
 
-    def __init__(self, rounds: int, on_validated: Callable[[set[str]], None]) -> None:
-        self._on_validated = on_validated
+    def __init__(self, rounds: int) -> None:
         self._every = math.ceil(rounds / _WEIGHT_CHECKS)
         self._nan_evaluations = 0
+        self.is_validating_first = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tries the evaluations, once the training loader is made: `setup("test")` may change what makes it."""
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tries a classifier on one batch of each evaluation; not of a test set that needs a `setup` of its own, which
+        may change the training set."""
         data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        kinds = ["validation", "test"][: 1 if is_overridden("setup", data) else 2]
+        for kind, hook in zip(kinds, ("val_dataloader", "test_dataloader"), strict=False):
+            if isinstance(pl_module, Classifier) and is_overridden(hook, data):
+                _check_model(trainer, pl_module, kind, getattr(data, hook)())
 
-        def test_loader() -> Any:
-            data.setup("test")
-            return data.test_dataloader()
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.is_validating_first = True
 
-        if trainer.enable_validation:
-            self._on_validated(_names_logged(trainer, pl_module, "validation", lambda: validation_loader(trainer)))
-        if is_overridden("test_step", pl_module) and is_overridden("test_dataloader", data):
-            _names_logged(trainer, pl_module, "test", test_loader)
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.is_validating_first, self._nan_evaluations = False, 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         done = trainer.global_step
@@ -227,35 +228,41 @@ def _check_weights(module: pl.LightningModule, rounds: int) -> None:
             )
 
 
-def _names_logged(trainer: pl.Trainer, module: pl.LightningModule, kind: str, load: Callable[[], Any]) -> set[str]:
-    """What a copy of the module logs in one public batch of a `validation` or `test`; empty if it cannot be copied, or
-    there is no such loader.
-
-    Neither the module nor a random state changes, and no logger gets anything. Raises ConfigError if it fails.
-    """
-    once = pl.Trainer(
-        accelerator=trainer.accelerator, strategy=pl.strategies.SingleDeviceStrategy(trainer.strategy.root_device),
-        precision=trainer.precision, inference_mode=trainer.test_loop.inference_mode, limit_val_batches=1,
-        limit_test_batches=1, logger=pl.loggers.logger.DummyLogger(), enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    data, step = trainer.datamodule, f"{kind}_step"  # type: ignore[attr-defined]
-    with isolate_rng():
-        try:
-            copied = copy.deepcopy(module, {id(trainer): None, id(data): data})
-        except Exception:
-            return set()
-        copied.on_test_epoch_end = lambda: None  # type: ignore[method-assign]  # it may need all batches
-        try:
-            if (loader := load()) is None:
-                return set()
-            (once.test if kind == "test" else once.validate)(copied, dataloaders=loader, verbose=False)
-        except Exception as error:
-            called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-            failed = f"{type(module).__name__}.{step}" if step in called else "loading it"
-            raise ConfigError(
-                f"the first batch of the {kind} set: {failed} fails ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}); data.shape and data.classes, or the model's own arguments, "
-                "must fit it."
-            ) from error
-    return {*once.callback_metrics}
+def _check_model(trainer: pl.Trainer, module: Classifier, kind: str, loader: Any) -> None:
+    """Runs the classifier on one batch of the validation or test set, which is taken as public."""
+    data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(loader, DataLoader):
+        return
+    was_training, shape = module.training, "unknown"
+    module.eval()
+    try:
+        with torch.random.fork_rng(), torch.no_grad(), trainer.precision_plugin.forward_context():
+            batch = data.on_before_batch_transfer(next(iter(loader)), 0)
+            batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), module.device)
+            batch = data.on_after_batch_transfer(batch, 0)
+            if isinstance(batch, Mapping):
+                shape = ", ".join(f"{name} {list(value.shape[1:])}" for name, value in batch.items())
+                module.loss_and_scores(batch)
+                return
+            x, y = batch
+            shape = str(list(x.shape[1:]))
+            scores, y = module(x), y.masked_fill(y == -100, 0)  # which has no loss
+            smallest, largest = int(y.min()), int(y.max())
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model: it cannot process the {kind} set's records, of shape {shape}; data.shape, or the model's own "
+            f"arguments, must fit them: {' '.join(str(error).split())[:200]}."
+        ) from error
+    finally:
+        module.train(was_training)
+    if y.is_floating_point():
+        return
+    if scores.dim() < 2 or largest >= scores.shape[1]:
+        raise ConfigError(
+            f"model: its output for {len(x)} records has shape {list(scores.shape)}, but the {kind} set has a "
+            f"label {largest}; data.classes, or the model's own arguments, must give at least {largest + 1} classes."
+        )
+    if smallest < 0:
+        raise ConfigError(f"data.module: the {kind} set has a label {smallest}; labels must be 0, 1, ….")

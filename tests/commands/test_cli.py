@@ -88,6 +88,10 @@ class Watched(Whole):
     def on_train_end(self):
         assert not hasattr(self, 'tested') and not self.trainer.callback_metrics.keys() & {'test_accuracy'}
 
+class FailsToValidate(Whole):
+    def validation_step(self, batch, batch_idx):
+        {}['no such key']
+
 class OtherLabels(Digits):
     def __init__(self, users):
         super().__init__()
@@ -201,15 +205,29 @@ def test_a_module_may_make_its_parameters_in_configure_model(dpexp_job, own):
     assert result_of(output)["groups"] and (output / "weights.safetensors").exists()
 
 
-def test_that_a_test_is_tried_changes_nothing(dpexp_job, own, monkeypatch):
+@pytest.mark.parametrize("model", ["own_for_test.Watched", "dpexp.training.models.mlp"])
+def test_that_public_batches_are_tried_changes_nothing(dpexp_job, own, monkeypatch, model):
     from dpexp.training.callbacks import Watch
 
-    chosen = (*SMALL, "~model.shape", "~model.classes", "model._target_=own_for_test.Watched", "privacy.noise_seed=1")
+    shape = ("~model.shape", "~model.classes") if model.startswith("own") else ()
+    chosen = (*SMALL, *shape, f"model._target_={model}", "privacy.noise_seed=1", "trainer.num_evaluations=1")
     tried = dpexp_job(*chosen)
-    monkeypatch.delattr(Watch, "on_train_start")
-    not_tried = dpexp_job(*chosen)
+    monkeypatch.delattr(Watch, "on_fit_start")
+    not_tried = dpexp_job(*chosen, "+trainer.num_sanity_val_steps=0")
     weights = [load_file(output / "weights.safetensors") for output in (tried, not_tried)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def test_a_first_validation_that_fails_is_one_sentence(dpexp_job, own, capsys):
+    with pytest.raises(SystemExit, match=r"first batch of the validation set fails \(KeyError: 'no such key'\)"):
+        dpexp_job(
+            *SMALL,
+            "~model.shape",
+            "~model.classes",
+            "model._target_=own_for_test.FailsToValidate",
+            "trainer.num_evaluations=1",
+        )
+    assert "round 1" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("callbacks, data", [("ema", "NoTestSet"), ("[]", "TestSetOfNone")])
@@ -243,14 +261,14 @@ BAD = {
     "model=logistic model.classes=0": "model: it has no trainable parameter (all are frozen, or have no element)",
     "tracking=mlflow tracking.uri=sqlite:////dev/null/x.db": "tracking.uri=sqlite:////dev/null/x.db cannot be used",
     "data=mnist data.root=nowhere": "data.root=nowhere lacks train-images-idx3-ubyte.gz",
-    "data.shape=[1,9,9] model=mlp": "batch of the validation set: Classifier.validation_step fails (RuntimeError",
-    "data.classes=5 model=logistic": "is out of bounds.); data.shape and data.classes, or the model's own arguments",
+    "data.shape=[1,9,9] model=mlp": "cannot process the validation set's records, of shape [1, 8, 8]; data.shape",
+    "data.classes=5 model=logistic": "the validation set has a label 9; data.classes, or the model's own arguments",
     "data.module={_target_:own_for_test.OtherLabels} trainer.num_evaluations=0":
-        "the first batch of the test set: Classifier.test_step fails (IndexError: Target 13 is out of bounds.)",
-    "data.module={_target_:own_for_test.OtherLabels} check=true": "the first batch of the test set: Classifier.tes",
-    "data.module={_target_:own_for_test.NegativeLabels}": "test_step fails (IndexError: Target -1 is out of bounds.)",
+        "has shape [360, 10], but the test set has a label 14; data.classes, or the model's own arguments, must give",
+    "data.module={_target_:own_for_test.OtherLabels} check=true": "the test set has a label 14",
+    "data.module={_target_:own_for_test.NegativeLabels}": "data.module: the test set has a label -1; labels must be",
     "data.module={_target_:own_for_test.Unreadable}":
-        "the first batch of the test set: loading it fails (FileNotFoundError: no such file: test.npy)",
+        "data.module: test_dataloader of own_for_test.Unreadable failed (FileNotFoundError: no such file: test.npy)",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_los":
         "EarlyStopping monitors test_los, which neither training_step nor the validation logs; known: epsilon, test_a",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_auc trainer.num_evaluations=0":

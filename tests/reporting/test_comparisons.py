@@ -165,6 +165,8 @@ def test_trials_that_cost_more_are_not_the_better_ones(same, costs):
     twice = trials(*({"test_accuracy": 0.5 + 0.1 * k, "optimizer.lr": lr} | row
                      for lr in (1, 2) for k, row in enumerate(rows)))  # fmt: skip
     assert all(line.startswith("Best at ε = ") for line in described(best_of_trials(twice)))
+    (one,) = described(best_of_trials(twice, apart=()))  # of private selection
+    assert one.startswith("Best: ")
 
 
 def test_the_best_is_private_unless_nothing_is():

@@ -12,6 +12,7 @@ from dpexp import compose, plan
 from dpexp.commands.build import add_optimizer, default_learning_rate
 from dpexp.commands.train import defaults_note
 from dpexp.errors import ConfigError
+from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import RECALL, print_tested
 from dpexp.training.classifier import Classifier, _metrics_of_all, noisy_learning_rate
 
@@ -45,6 +46,16 @@ def test_a_model_that_is_no_better_than_the_majority_is_said_to_be(right, warned
     printed = " ".join(capsys.readouterr().out.split())
     assert "always its most frequent class: 91.00%" in printed and f"yes {right:.1%}" in printed
     assert ("no better than always giving the most frequent class" in printed) == warned
+
+
+def test_recalls_of_averaged_weights_are_those_that_are_printed(capsys):
+    recalls = {f"{RECALL}0": 0.5, f"{RECALL}1": 1.0}
+    metrics = recalls | {"test_accuracy": 0.75, "test_majority_accuracy": 0.5, "test_balanced_accuracy": 0.75}
+    last = {f"{name}_unaveraged": 0.25 for name in metrics}
+    print_tested(metrics | {"test_auc": 0.9} | last, ["no", "yes"])
+    assert "; recall: no 50.0%, yes 100.0%\n" in capsys.readouterr().out
+    text = card({}, {"private": False, "metrics": metrics | last, "class_names": ["no", "yes"]}, None, "run")
+    assert "| test_recall_1 (yes) | 1 |" in text and "| test_recall_1_unaveraged | 0.25 |" in text
 
 
 def test_of_many_classes_the_lowest_recalls_are_printed_and_of_a_regression_r2(capsys):
