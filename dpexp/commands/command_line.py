@@ -19,7 +19,7 @@ import yaml
 from hydra import compose as compose_by_hydra
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString, Sweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -162,7 +162,7 @@ def _quoted(value: str, is_text: bool, multirun: bool) -> str:
         override = OverridesParser.create().parse_override(f"key={value}")
         read, parts = override.value(), value.split(",")
         if multirun and isinstance(read, Sweep):
-            is_plain = is_text and getattr(read, "simple_form", False) and len(parts) == len(read.list)
+            is_plain = is_text and isinstance(read, ChoiceSweep) and read.simple_form and len(parts) == len(read.list)
             return ",".join(_quoted(part.strip(), is_text, False) for part in parts) if is_plain else value
         is_same = not is_text or value == "null" or isinstance(override._value, QuotedString)
         is_same |= str(read) == value and not isinstance(read, list | dict)

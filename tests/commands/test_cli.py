@@ -274,7 +274,7 @@ BAD = {
     "~model.shape ~model.classes model._target_=own_for_test.TwoOptimizers":
         "as in a GAN, need a loop of your own, with a dpexp.Private for each that learns from records",
     "data.module._target_=own_for_test.Empty": "data.module: the training set is empty",
-    **{f"{FAILS}{name}": f"data.module: {name} of own_for_test.Fails failed (FileNotFoundError in own_for_test.py, line "
+    **{f"{FAILS}{name}": f"data.module: {name} of own_for_test.Fails failed (FileNotFoundError in own_for_test.py"
        for name in ("prepare_data", "setup", "train_dataloader")},
     FAILS + "val_dataloader": ", fail: [Errno 2] No such file or directory: 'nowhere/train.csv').",
     **{f"{FAILS}{name}_text": f"{name} of own_for_test.Fails failed (ValueError in own_for_test.py, line 14, fail)."
@@ -397,7 +397,8 @@ READ = {
     "data.path=007": "007", "data.path=true": "true", "data.path=a\\'b": "a\\'b", "data.path=~x#;&": "~x#;&",
     "data.path='a, b'": "a, b", 'data.path="a, b"': "a, b", "data.path=null": None, "data.path=": "",
     "data.path=a\\,b": "a\\,b", "data.path=a\\\\b": "a\\\\b", "data.path=\\ a": "\\ a", "data.path=str(3)": "str(3)",
-    "data.path=NULL": "NULL", "data.path=1_0": "1_0", "data.path=1E5": "1E5", "data.path=TRUE": "TRUE", "data.path=${seed}.csv": "0.csv", "data.path=(${seed}).csv": "(0).csv",
+    "data.path=NULL": "NULL", "data.path=1_0": "1_0", "data.path=1E5": "1E5", "data.path=TRUE": "TRUE",
+    "data.path=${seed}.csv": "0.csv", "data.path=(${seed}).csv": "(0).csv",
     "data.target=Age (years), at start": "Age (years), at start", "++data.path=a(1)": "a(1)",
     "data.shape=[1,8,8]": [1, 8, 8], "+model.weights=w (1).pt": "w (1).pt", "seed=7": 7, "privacy.adjacency=null": None,
     "trainer.precision=64": "64", "hydra.run.dir=(1), a": "(1), a",
