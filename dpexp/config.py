@@ -196,20 +196,16 @@ class Config:
 
 
 def register() -> None:
-    """Registers the schema and the resolvers with Hydra and OmegaConf."""
-    ConfigStore.instance().store("base_config", Config)
-    OmegaConf.register_new_resolver("unless", _unless, replace=True)
-    OmegaConf.register_new_resolver("finite", lambda value: value is None or math.isfinite(value), replace=True)
-    OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
-    OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
-    OmegaConf.register_new_resolver("artifact_folder", _artifact_folder, replace=True)
-    OmegaConf.register_new_resolver("resolved", _resolved, replace=True)
-    OmegaConf.register_new_resolver("table", _table, replace=True)
-    OmegaConf.register_new_resolver("class_names", _class_names, replace=True)
-    OmegaConf.register_new_resolver("class_count", _class_count, replace=True)
-    OmegaConf.register_new_resolver("batch_size_for", _batch_size_for, replace=True)
-    OmegaConf.register_new_resolver("image_shape", _image_shape, replace=True)
-    OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
+    """Registers the schema, and the resolvers, which may return lists and dictionaries, with Hydra and OmegaConf."""
+    ConfigStore.instance().store("base_config", OmegaConf.structured(Config, flags={"allow_objects": True}))
+    resolvers: dict[str, Any] = {
+        "unless": _unless, "finite": lambda value: value is None or math.isfinite(value), "cwd": os.getcwd,
+        "tracking_uri": tracking_uri, "artifact_folder": _artifact_folder, "resolved": _resolved, "table": _table,
+        "class_names": _class_names, "class_count": _class_count, "batch_size_for": _batch_size_for,
+        "image_shape": _image_shape, "power_of_ten_below": _power_of_ten_below,
+    }  # fmt: skip
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def not_private_reason(cfg: Any) -> str | None:

@@ -52,6 +52,13 @@ def words_of(error: BaseException) -> str:
         return "it has no readable message"
 
 
+def place_of(error: BaseException) -> str:
+    """The type of an error, and where it was raised: what may be told where its text may quote a record."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}, {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}{where}"
+
+
 def is_own(error: BaseException) -> bool:
     """Whether dpexp or a library raised an error and all its causes; a user's code may quote records."""
     here, last = Path(__file__).parent, traceback.extract_tb(error.__traceback__)[-1:]

@@ -22,7 +22,7 @@ from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
-from dpexp.errors import ConfigError, words_of
+from dpexp.errors import ConfigError, place_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, make_plan
 from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
@@ -159,19 +159,22 @@ def data_of(cfg: DictConfig) -> pl.LightningDataModule:
     data = make("data.module", cfg.data.module)
     for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader"):
         if callable(hook := getattr(data, name, None)):
-            setattr(data, name, _refusing(f"data.module: {name} of {cfg.data.module._target_}")(hook))
+            setattr(data, name, _refusing(name, cfg.data.module._target_)(hook))
     return data
 
 
 @contextmanager
-def _refusing(what: str) -> Iterator[None]:
+def _refusing(hook: str, target: str) -> Iterator[None]:
+    """Makes an error a ConfigError, without its text where private records may be read, of which it may quote one."""
     try:
         yield
     except (ConfigError, MisconfigurationException):
         raise
     except Exception as error:
-        said = " ".join(words_of(error).split()).rstrip(".")
-        raise ConfigError(f"{what} failed ({type(error).__name__}: {said}).") from error
+        is_about_files = isinstance(error, ImportError) or (isinstance(error, OSError) and error.strerror)
+        is_told = is_about_files or hook in ("val_dataloader", "test_dataloader")
+        said = f": {' '.join(words_of(error).split()).rstrip('.')}" if is_told else ""
+        raise ConfigError(f"data.module: {hook} of {target} failed ({place_of(error)}{said}).") from error
 
 
 def rounds_of(cfg: DictConfig) -> int:

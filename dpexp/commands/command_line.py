@@ -3,7 +3,6 @@
 Hydra's own messages take several lines, and advise to add a misspelt group as a new one. Imports nothing slow.
 """
 
-import json
 import os
 import re
 from argparse import Namespace
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ import yaml
 from hydra import compose as compose_by_hydra
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString, Sweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -150,20 +150,25 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
     namespace, texts = _parsed(arguments), texts_in(Config) | {"hydra.run.dir", "hydra.sweep.dir"}
 
     def quoted(argument: str) -> str:
-        key, equals, value = argument.partition("=")
-        if not equals or argument not in namespace.overrides:
-            return argument
-        is_text = key.lstrip("+") in texts
-        try:
-            override = OverridesParser.create().parse_override(argument)
-            read = value if override.is_sweep_override() and namespace.multirun else override.value()
-            is_same = read is None or (value == value.strip() if isinstance(read, str) else str(read) == value)
-            is_same = not is_text or (is_same and not isinstance(read, list | dict))
-        except HydraException:
-            is_same = not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it
-        return argument if is_same else f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+        key, _, value = argument.partition("=")
+        return f"{key}={_quoted(value, key.lstrip('+') in texts, namespace.multirun)}"
 
-    return [quoted(argument) for argument in arguments]
+    return [quoted(one) if "=" in one and one in namespace.overrides else one for one in arguments]
+
+
+def _quoted(value: str, is_text: bool, multirun: bool) -> str:
+    """A value, in quotes if Hydra would read another text. In a sweep, `a,b` is two values, and choice(a,b) is left."""
+    try:
+        override = OverridesParser.create().parse_override(f"key={value}")
+        read, parts = override.value(), value.split(",")
+        if multirun and isinstance(read, Sweep):
+            is_plain = is_text and isinstance(read, ChoiceSweep) and read.simple_form and len(parts) == len(read.list)
+            return ",".join(_quoted(part.strip(), is_text, False) for part in parts) if is_plain else value
+        is_same = not is_text or value == "null" or isinstance(override._value, QuotedString)
+        is_same |= str(read) == value and not isinstance(read, list | dict)
+    except HydraException:
+        is_same = not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it
+    return value if is_same else QuotedString(value, Quote.single).with_quotes()
 
 
 def is_option(argument: str) -> bool:
@@ -173,11 +178,14 @@ def is_option(argument: str) -> bool:
 
 def read_options(schema: Any, options: Sequence[str]) -> Any:
     """An object of a schema, from options key=value; a text is taken as it is, and other values are YAML."""
-    texts, values = texts_in(schema), []
-    for key, _, value in (option.partition("=") for option in options):
-        is_text = key in texts and value != "null"
-        values.append(f"{key}={json.dumps(value, ensure_ascii=False) if is_text else value}")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(values)))
+    pairs = [option.partition("=")[::2] for option in options]
+    texts = {key: value for key, value in pairs if key in texts_in(schema) and value != "null"}
+    others = OmegaConf.from_dotlist([f"{key}={'text' if key in texts else value}" for key, value in pairs])
+    made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), others))
+    for key, value in texts.items():  # which OmegaConf would read, as ${…} and ???
+        *sections, name = key.split(".")
+        setattr(reduce(getattr, sections, made), name, value)
+    return made
 
 
 def as_audit(arguments: Sequence[str]) -> list[str]:

@@ -140,6 +140,8 @@ def _released(cfg: Any, path: str, person: str) -> dict[str, Any]:
     if person != "row":
         raise ConfigError("epsilon: the release protects a row, not a person; fill in the schema by hand.")
     content = read_schema(cfg.data.schema)
+    if content.get("released"):
+        raise ConfigError(f"data.schema={cfg.data.schema} is released already; release one that is not.")
     columns = content["columns"]
     ranges = [name for name, facts in columns.items() if facts["kind"] == "number"]
     ledger_path = Path(cfg.data.schema).with_suffix(".ledger.jsonl")

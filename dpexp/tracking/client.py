@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from dpexp.errors import ConfigError, is_own
+from dpexp.errors import ConfigError, is_own, place_of
 from dpexp.tracking.provenance import HOST, without_passwords
 from dpexp.tracking.registered_model import send_model
 
@@ -78,9 +78,7 @@ def published_error(error: Exception, output: Path) -> str:
     with suppress(OSError):  # the disk may be full
         output.mkdir(parents=True, exist_ok=True)
         (output / "error.txt").write_text("".join(traceback.format_exception(error)))
-    places = [frame for frame in traceback.extract_tb(root.__traceback__) if "site-packages" not in frame.filename]
-    where = f" in {Path(places[-1].filename).name}, line {places[-1].lineno}, {places[-1].name}" if places else ""
-    return f"{type(root).__name__}{where}; see error.txt in the job's folder"
+    return f"{place_of(root)}; see error.txt in the job's folder"
 
 
 def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[MlflowClient, str]:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.command_line import as_overrides, compose, help
+from dpexp.commands.command_line import as_overrides, compose, help, read_options
+from dpexp.commands.schema import Options, Source
 from dpexp.errors import ConfigError
 
 SMALL = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0")
@@ -119,12 +120,14 @@ class Fails(Digits):
     def fail(self, name):
         if name == self.where:
             open('nowhere/train.csv')
+        if self.where == name + '_import':
+            import nowhere
+        if self.where == name + '_text':
+            raise ValueError('record 7 is odd')
     def prepare_data(self):
         self.fail('prepare_data')
     def setup(self, stage):
         self.fail('setup')
-        if self.where == 'key':
-            {}['label']
     def train_dataloader(self):
         self.fail('train_dataloader')
         return super().train_dataloader()
@@ -289,9 +292,13 @@ BAD = {
     "~model.shape ~model.classes model._target_=own_for_test.TwoOptimizers":
         "as in a GAN, need a loop of your own, with a dpexp.Private for each that learns from records",
     "data.module._target_=own_for_test.Empty": "data.module: the training set is empty",
-    **{f"{FAILS}{name}": f"data.module: {name} of own_for_test.Fails failed (FileNotFoundError: [Errno 2] No such file"
-       for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader")},
-    FAILS + "key": "data.module: setup of own_for_test.Fails failed (KeyError: 'label').",
+    **{f"{FAILS}{name}": f"data.module: {name} of own_for_test.Fails failed (FileNotFoundError in own_for_test.py"
+       for name in ("prepare_data", "setup", "train_dataloader")},
+    FAILS + "val_dataloader": ", fail: [Errno 2] No such file or directory: 'nowhere/train.csv').",
+    **{f"{FAILS}{name}_text": f"{name} of own_for_test.Fails failed (ValueError in own_for_test.py, line 14, fail)."
+       for name in ("setup", "train_dataloader")},
+    FAILS + "val_dataloader_text": ", fail: record 7 is odd).",
+    FAILS + "setup_import": ", fail: No module named 'nowhere').",
     FAILS + "setup check=true": "data.module: setup of own_for_test.Fails failed (FileNotFoundError",
     FAILS + "__init__": "data.module: own_for_test.Fails cannot be made: [Errno 2] No such file",
     "data.module._target_=own_for_test.NoTrainingSet": "data.module: it has no train_dataloader",
@@ -407,7 +414,9 @@ READ = {
     "data.path=it's \"x\"": "it's \"x\"", "data.path= a ": " a ", "data.path=$x": "$x", "data.path=1e5": "1e5",
     "data.path=007": "007", "data.path=true": "true", "data.path=a\\'b": "a\\'b", "data.path=~x#;&": "~x#;&",
     "data.path='a, b'": "a, b", 'data.path="a, b"': "a, b", "data.path=null": None, "data.path=": "",
-    "data.path=a\\,b": "a,b", "data.path=${seed}.csv": "0.csv", "data.path=(${seed}).csv": "(0).csv",
+    "data.path=a\\,b": "a\\,b", "data.path=a\\\\b": "a\\\\b", "data.path=\\ a": "\\ a", "data.path=str(3)": "str(3)",
+    "data.path=NULL": "NULL", "data.path=1_0": "1_0", "data.path=1E5": "1E5", "data.path=TRUE": "TRUE",
+    "data.path=${seed}.csv": "0.csv", "data.path=(${seed}).csv": "(0).csv",
     "data.target=Age (years), at start": "Age (years), at start", "++data.path=a(1)": "a(1)",
     "data.shape=[1,8,8]": [1, 8, 8], "+model.weights=w (1).pt": "w (1).pt", "seed=7": 7, "privacy.adjacency=null": None,
     "trainer.precision=64": "64", "hydra.run.dir=(1), a": "(1), a",
@@ -425,8 +434,16 @@ def test_a_text_is_read_as_it_is_and_other_values_by_hydras_grammar(argument):
 
 
 def test_sweeps_and_flags_stay_as_they_are():
-    given = ["--config-dir", "a=(1)", "-m", "data.path=a.csv,b.csv", "seed=1,2", "data.test_path=a (1),b"]
-    assert as_overrides(given) == [*given[:-1], "data.test_path='a (1),b'"]
+    given = ["--config-dir", "a=(1)", "-m", "data.path=a.csv,b.csv", "seed=1,2", "data.root=choice(a,b)"]
+    texts = ["data.test_path=a (1),b", "data.id=1e-5,x,null", "data.schema=NULL,'a,b'"]
+    quoted = ["data.test_path='a (1),b'", "data.id='1e-5',x,null", "data.schema=NULL,'a,b'"]
+    assert as_overrides([*given, *texts]) == [*given, *quoted]
+
+
+def test_an_option_of_a_command_is_a_text_as_it_is():
+    for text in ("${data.n}", "???", "$${x}", "\\${x}", "1e-5", "a=null", "[a", "", "~"):
+        assert read_options(Options, [f"data.path={text}", "epsilon=0.5"]) == Options(Source(path=text), epsilon=0.5)
+    assert read_options(Options, ["data.path=null"]) == Options()
 
 
 def test_a_second_job_in_a_folder_changes_nothing(dpexp_job, tmp_path):

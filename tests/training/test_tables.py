@@ -10,9 +10,11 @@ import warnings
 import mlflow
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 import yaml
+from pyarrow import parquet
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
@@ -23,7 +25,7 @@ from dpexp.commands.schema import schema
 from dpexp.errors import ConfigError
 from dpexp.privacy.table_ranges import TableRanges
 from dpexp.training.classifier import _metrics_of_all
-from dpexp.training.data import Table
+from dpexp.training.data import Table, raw
 from dpexp.training.data.raw import texts_of
 from dpexp.training.data.tables import facts_of, numbers_of
 
@@ -33,6 +35,7 @@ COLUMNS = {
     "name": {"kind": "ignored"},
     "ill": {"kind": "category", "values": ["no", "yes"]},
 }
+AGE, DAY = COLUMNS["age"], {"kind": "date", "min": "2020-01-01", "max": "2020-12-31"}
 CSV = ("data=csv", "data.path=train.csv", "data.test_path=test.csv", "data.schema=schema.yaml", "data.target=ill",
        "data.person=row", "model=logistic", "trainer.num_evaluations=0")  # fmt: skip
 QUICK = ("privacy.noise_multiplier=1.0", "sampling.steps=3", "sampling.sampling_rate=0.3")
@@ -119,6 +122,9 @@ def test_dates_are_days_months_and_weekdays(table):
 FORMS = [  # values, with the one form of each
     ("1.0", "1"), ("-3.0", "-3"), ("1", "1"), (" 1 ", "1"), ("-0.0", "0"), ("007", "007"), ("007.0", "007.0"),
     ("1e5", "1e5"), ("1.10", "1.10"), ("1.00", "1.00"), ("nan", "nan"), ("2.5", "2.5"), ("1e+16", "1" + "0" * 16),
+    ("12345678901234567.0", "12345678901234567"), ("1" * 5000 + ".0", "1" * 5000), ("1.5e+16", "15" + "0" * 15),
+    ("1e+23", "1" + "0" * 23), (1e23, "1" + "0" * 23), ("1e+9999", "1e+9999"), ("-0", "-0"), ("0.0", "0"),
+    (b"\xff", "b'\\xff'"),
     ("12345678901234567890", "12345678901234567890"), (1.0, "1"), (1, "1"), (2.5, "2.5"), (1e16, "1" + "0" * 16),
     (True, "True"), (None, ""), (math.nan, ""),
 ]  # fmt: skip
@@ -294,6 +300,45 @@ def test_ids_that_are_missing_move_no_other_row_across(table, kind):
     assert sides[0] == sides[1][: len(sides[0])] and 80 < len(sides[0]) < 160
 
 
+def odd_columns():
+    """name -> a column of two values that any type has, and the same with one more that Python has not."""
+    ints = {"date32": [2**31 - 1, -800_000], "date64": [2**60], "timestamp[ms, tz=Europe/Berlin]": [253402300799999],
+            "timestamp[us]": [2**63 - 1], "duration[s]": [2**62], "time32[s]": [200_000]}  # fmt: skip
+    types = {"timestamp[ms, tz=Europe/Berlin]": pa.timestamp("ms", "Europe/Berlin"), "date32": pa.date32()}
+    for name, others in ints.items():
+        kind = types.get(name) or pa.type_for_alias(name)
+        storage = pa.int32() if kind.bit_width == 32 else pa.int64()
+        good = [1, 2] if name != "date64" else [0, 86_400_000]
+        for other in others:
+            yield f"{name} {other}", *(pa.array(v, storage).view(kind) for v in (good, [*good, other]))
+    text = pa.StringArray.from_buffers(3, pa.array([0, 1, 2, 3], pa.int32()).buffers()[1], pa.py_buffer(b"12\xff"))
+    yield "text", text[:2], text
+    yield "list", pa.array([[1], [2]]), pa.array([[1], [2], [1, 2]])
+    yield "bytes", pa.array([b"1", b"2"]), pa.array([b"1", b"2", b"\xff"])
+    yield "view", pa.array(["1", "2"], pa.string_view()), pa.array(["1", "2", None], pa.string_view())
+
+
+@pytest.mark.parametrize("name, good, odd", odd_columns(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("facts", [DAY, AGE, {"kind": "category", "values": ["1", "[1]"]}], ids=lambda f: f["kind"])
+def test_a_value_of_a_parquet_file_that_python_has_not_is_missing(table, facts, name, good, odd):
+    found = []
+    for column in (good, odd):
+        ill = (["yes", "no"] * 2)[: len(column)]
+        parquet.write_table(pa.table({"age": column, "ill": ill}), "odd.parquet", store_schema=name != "time32[s]")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append(of({"age": facts, "ill": COLUMNS["ill"]}, "odd.parquet").train.tensors[0])
+    assert len(found[1]) == len(odd) and torch.equal(found[0], found[1][:2])
+
+
+def test_the_two_rows_of_an_example_may_come_late(table, monkeypatch):
+    monkeypatch.setattr(raw, "_ROWS", 16)
+    in_test = [7 if k == 100 or k >= 160 else 1 for k in range(169)]
+    rows(169).assign(name=in_test).to_csv("train.csv", index=False)
+    data = Table("train.csv", COLUMNS, "ill", "row", test_hash={"column": "name", "fraction": 0.2})
+    assert len(data.test) == 10 and data.example()["name"].tolist() == ["7", "7"]
+
+
 def test_a_delimiter_and_a_byte_order_mark_are_recognised(table):
     (table / "semi.csv").write_bytes(b"\xef\xbb\xbf" + rows(9).to_csv(index=False, sep=";").encode())
     assert torch.equal(of(path="semi.csv").train.tensors[0], of().encode(rows(9)))
@@ -359,6 +404,11 @@ def test_a_released_schema_begins_the_ledger_of_each_job_with_it(table, dpexp_jo
     schema(["data.path=train.csv", "out=mine.yaml"])
     content = schema(["data.path=train.csv", "data.schema=mine.yaml", "epsilon=0.5"])
     before = read_ledger(table / "mine.ledger.jsonl")
+    (table / "copy.yaml").write_text((table / "mine.yaml").read_text())
+    for again in ("mine", "copy"):
+        with pytest.raises(ConfigError, match=f"data.schema={again}.yaml is released already"):
+            schema(["data.path=train.csv", f"data.schema={again}.yaml", "epsilon=0.5"])
+    assert not (table / "copy.ledger.jsonl").exists()
     with pytest.raises(ConfigError, match="epsilon needs"):
         schema(["data.path=train.csv", "epsilon=0.5"])
     assert epsilon(before, 1e-6) == pytest.approx(0.5, rel=1e-4) and epsilon(before, 1e-6) <= 0.5
@@ -397,6 +447,14 @@ def test_a_new_schema_is_empty_and_one_of_the_rows_is_not_private(table, dpexp_j
     assert filled["rows"] == 240 and filled["columns"]["colour"]["values"] == ["blue", "red"]
     dpexp_job(*CSV, *QUICK, "data.schema=clear.yaml")
     assert json.loads((output_of(table) / "result.json").read_text())["private"] is False
+
+
+def test_the_configuration_of_a_table_is_shown_with_its_texts_as_they_are(table, dpexp_job, capsys):
+    content = {"rows": 240, "columns": columns(colour={"kind": "category", "values": ["${data.n}", "???"]})}
+    (table / "schema.yaml").write_text(yaml.safe_dump(content))
+    dpexp_job("--cfg", "job", *CSV)
+    shown = yaml.safe_load(capsys.readouterr().out)["data"]
+    assert (shown["n"], shown["shape"]) == (240, [4]) and shown["module"]["columns"] == content["columns"]
 
 
 def test_a_job_that_is_only_checked_leaves_nothing(table, dpexp_job, capsys):
@@ -444,7 +502,6 @@ def columns(**changed):
     return COLUMNS | changed
 
 
-AGE, DAY = COLUMNS["age"], {"kind": "date", "min": "2020-01-01", "max": "2020-12-31"}
 WRONG_SCHEMAS = [
     ({"columns": COLUMNS}, "rows=None must be the published number"),
     ({"rows": 0, "columns": COLUMNS}, "rows=0 must be"),
@@ -502,6 +559,10 @@ WRONG_TABLES = [
     (LINES.replace("red", "Red").replace("blue", "Blue"), "in no row is colour one of red, blue"),
     (pd.DataFrame(rows(6)).assign(age="1,5").to_csv(index=False), "in no row is age a number, as 1.5"),
     (LINES + "1,red,n,yes,more\n", "Expected 4 fields"),
+    (LINES.replace("ill\n", "ill\n1,red,n,yes,more\n"), "Expected 4 fields in line 2, saw 5"),
+    (LINES.replace("age,", ""), "Expected 3 fields in line 2, saw 4"),
+    (LINES.replace("ill\n", "ill\n1,red,n,yes,\n"), "Expected 4 fields in line 2, saw 5"),
+    ("  \n" + LINES, "is empty"),
     (LINES + '1,"red,n,yes\n', "cannot be read as a table"),
     (LINES.encode("utf-16-le"), "is not in UTF-8, or UTF-16 with its mark"),
     (LINES.replace("red", "rouge é").encode("latin1"), "is not in UTF-8"),

@@ -1,11 +1,12 @@
 """Data whose inputs come as users have them: rows of a table, images, texts."""
 
-import csv
 import os
-import warnings
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # slow to import
 _BATCH = 1000  # inputs that a model predicts for at once
 _ROWS = 2**18  # read at once
 _DELIMITERS = ",;\t|"
+_WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
 
 class RawData(pl.LightningDataModule):
@@ -109,22 +111,18 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
             source = parquet.ParquetFile(file)
             _check_names(f"{key}={path}", source.schema_arrow.names)
             for batch in source.iter_batches(_ROWS):
-                yield pd.DataFrame(
-                    {name: _series(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
-                )
+                yield pd.DataFrame(dict(zip(batch.schema.names, map(_series, batch.columns), strict=True)))
             return
         first, form = layout_of(file)
-        if not first:
+        if not first.strip():
             raise ConfigError(f"{key}={path} is empty; its first line must name the columns.")
-        names = next(csv.reader([first], delimiter=form["sep"]))
-        _check_names(f"{key}={path}", [name.strip() for name in names])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of single rows
-            parts = pd.read_csv(
-                file, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS, index_col=False, **form
-            )
-        with parts:
-            yield from (part.fillna("") for part in parts)
+        with pd.read_csv(
+            file, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS, header=None, **form
+        ) as parts:
+            rows = next(parts)
+            names = rows.iloc[0].tolist()  # beyond which no row may reach
+            _check_names(f"{key}={path}", [name.strip() for name in names])
+            yield from (part.set_axis(names, axis=1).fillna("") for part in chain([rows[1:]], parts))
     except ConfigError:
         raise
     except UnicodeError as error:
@@ -170,27 +168,24 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 
 
 def _series(column: Any) -> "Series":
-    """A column of a Parquet file, whose values do not depend on which others are null or cannot be decoded."""
+    """A column of a Parquet file; where its type is not one of numbers, each value is decoded by itself."""
     from pandas import ArrowDtype, Series
+    from pyarrow import types
 
-    try:
-        column.validate(full=True)
+    if types.is_integer(column.type) or types.is_floating(column.type):
         return column.to_pandas(types_mapper=ArrowDtype)
-    except (ValueError, ArithmeticError):
-        values = []
-        for one in column:
-            try:
-                values.append(one.as_py())
-            except ValueError:
-                values.append(None)
-        return Series(values, dtype=object)
+    values = [None] * len(column)
+    for k, value in enumerate(column):
+        with suppress(Exception):  # Python has no such value, as a date after the year 9999
+            values[k] = value.as_py()
+    return Series(values, dtype=object)
 
 
 def texts_of(values: "Series") -> "Series":
     """`text_of` each value."""
-    from pandas.api.types import is_string_dtype
+    from pandas import StringDtype
 
-    if not is_string_dtype(values.dtype):
+    if not isinstance(values.dtype, StringDtype):
         return values.astype(object).map(text_of).astype(str)
     texts = values.fillna("").astype(str).str.strip()
     may_be_float = texts.str.endswith(".0") | texts.str.contains("e+", regex=False)
@@ -198,14 +193,13 @@ def texts_of(values: "Series") -> "Series":
 
 
 def text_of(value: Any) -> str:
-    """A value as a text without blanks around it; "" if it is missing. A whole number has no decimal point, also where
-    other rows made its column one of floats: 1, 1.0, "1" and "1.0" are one value."""
+    """A value as a text without blanks around it; "" if it is missing. A whole number as Python writes floats, such as
+    1.0 or 1e+16, becomes its digits, since other rows may have made its column one of floats: 1.0 and "1" are one."""
     from pandas import NA
 
     if value is None or value is NA or value != value:
         return ""
     text = str(value).strip()
-    with suppress(ValueError):
-        if float(text).is_integer() and repr(float(text)) == text:
-            return str(int(float(text)))
+    if _WHOLE.fullmatch(text):
+        return f"{Decimal(text) or Decimal():f}".removesuffix(".0")
     return text

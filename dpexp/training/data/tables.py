@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import date, datetime, timedelta
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ class Table(RawData):
         if path is None:
             raise ConfigError("data.path must be given: a file with the training rows.")
         self.batch_size, self._path, self._target, self._person = batch_size, path, target, person
-        self._test_path, self._test_hash = test_path, test_hash
+        self._test_rows = ("data.path", path, True) if test_path is None else ("data.test_path", test_path, None)
+        self._test_hash = test_hash
         self._columns = {name: facts for name, facts in columns.items() if name not in (target, person)}
         self._facts = columns[target]
         self.class_names = self._facts.get("values")
@@ -78,14 +80,13 @@ class Table(RawData):
 
     @cached_property
     def test(self) -> TensorDataset:
-        if self._test_path is not None:
-            return self._data_set("data.test_path", self._test_path, in_test=None)
-        return self._data_set("data.path", self._path, in_test=True)
+        return self._data_set(*self._test_rows)
 
     def example(self) -> "DataFrame":
-        key, path = ("data.path", self._path) if self._test_path is None else ("data.test_path", self._test_path)
-        rows = next(self._split(key, path, None if self._test_path else True))
-        return rows[[*self._columns]].head(2)
+        from pandas import concat
+
+        parts = (rows.head(2) for rows in self._split(*self._test_rows) if len(rows))
+        return concat(islice(parts, 2))[[*self._columns]].head(2)
 
     def encode(self, inputs: "DataFrame") -> Tensor:
         """x [N, features]."""
