@@ -18,7 +18,7 @@ _NAMES = {
         "FixedClipNorm UniformClipNorm DimensionClipNorm Separate Joint Abadi Automatic Psac Global",
     "dpexp.privacy.plan.adaptive_clipping": "AdaptiveClipNorm",
     "dpexp.privacy.plan.allocation":
-        "Proportional DimensionAdjusted MinVariance AdaptiveMinVariance Weighted Explicit",
+        "Proportional DimensionAdjusted MinVariance Weighted Explicit",
     "dpexp.privacy.plan.groups": "Groups flat per_layer conv_fc",
     "dpexp.privacy.sampling.privacy_unit": "Example Microbatch User LocalTraining",
     "dpexp.privacy.callback": "PrivacyCallback",

@@ -25,7 +25,7 @@ from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise import correlated
-from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
+from dpexp.privacy.plan import adaptive_clipping, clipping, groups
 from dpexp.privacy.plan.options import Noise
 
 C = correlated.square_root(3)
@@ -324,11 +324,10 @@ def test_values_have_independent_noise_and_their_share():
     assert min(release.z for release in costs) == pytest.approx(plan.noise_multiplier, rel=1e-9)
 
 
-def test_measured_shares_leave_z_as_it_is(tmp_path):
+def test_adaptive_clipping_norms_leave_z_as_it_is(tmp_path):
     choices = {
         "clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, learning_rate=1.0, budget_share=0.1),
         "group": groups.per_layer(),
-        "allocation": allocation.AdaptiveMinVariance(),
     }  # fmt: skip
     trained(tmp_path, **choices)
     found = releases(read_ledger(tmp_path / "l.jsonl"))

@@ -18,7 +18,6 @@ from dpexp.accounting.releases import releases
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveState, indicator
-from dpexp.privacy.plan.allocation import AdaptiveMinVariance
 from dpexp.privacy.plan.clipping import Joint
 from dpexp.privacy.plan.groups import Groups, Match, per_layer, value_key
 from dpexp.privacy.private_metrics import UNCLIPPED
@@ -157,24 +156,6 @@ def test_rounds_that_differ_are_not_taken_together():
     assert sorted(releases(Ledger("add_remove", rounds)).values()) == [1, 2, 3]
 
 
-def test_shares_follow_the_bounds(tmp_path):
-    """Measured: w_g ∝ S_g √d_g, and the rounds go on costing what was planned."""
-    net = model()
-    options = {
-        "group": per_layer(),
-        "allocation": AdaptiveMinVariance(),
-        "clip_norm": AdaptiveClipNorm(initial=0.3, learning_rate=1.0, budget_share=0.1),
-    }
-    plan = plan_of(net, n=N, q=Q, steps=30, noise_multiplier=0.5, **options)
-    *_, (now, _, _) = carried_out(plan, net, tmp_path / "ledger", 30)
-    first, second, counts = now.groups
-    assert pytest.approx(second.S, rel=1e-3) != first.S
-    wanted = [group.S * group.d**0.5 for group in (first, second)]
-    assert [first.share, second.share] == pytest.approx([0.9 * one / sum(wanted) for one in wanted])
-    assert first.sigma == pytest.approx(0.5 * first.S / first.share**0.5) and counts.share == 0.1
-    assert len(releases(read_ledger(tmp_path / "ledger"))) == 1
-
-
 def test_the_last_digits_of_a_norm_decide_over_little():
     """They vary with how many records are processed together, for all of them at once."""
     norms = torch.linspace(0.8, 1.2, 20001, dtype=torch.float64)  # in units of their bound
@@ -246,7 +227,6 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         ({"clip_norm": AdaptiveClipNorm(learning_rate=-1)}, r"clip_norm.learning_rate=-1"),
         ({"clip_norm": AdaptiveClipNorm(budget_share=1.0)}, r"leave 0 of the budget"),
         ({"clip_norm": AdaptiveClipNorm(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
-        ({"allocation": AdaptiveMinVariance()}, r"choose clip_norm=adaptive"),
         (
             {"clip_norm": AdaptiveClipNorm(), "private_metrics": {UNCLIPPED: {"clip_norm": 1, "budget_share": 0.1}}},
             r"fraction_within_clip_norm is the name of what clip_norm=adaptive releases",

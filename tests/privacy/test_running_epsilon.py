@@ -11,13 +11,12 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy import running_epsilon
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
-from dpexp.privacy.plan.allocation import AdaptiveMinVariance
 from dpexp.privacy.plan.options import Noise
 
 DELTA, ROUNDS = 1e-5, 20
 CHOICES = {
     "schedule": {"schedules": {"z": {"step": {0: 2, 10: 0.5}}, "q": {"step": {0: 1, 15: 2}}}},
-    "measured": {"clip_norm": AdaptiveClipNorm(0.4), "allocation": AdaptiveMinVariance()},
+    "measured": {"clip_norm": AdaptiveClipNorm(0.4)},
     "now and then": {"private_metrics": {"train_loss": {"clip_norm": 1.0, "budget_share": 0.1, "every_n_rounds": 7}}},
     "shuffle": {"n": N, "sampling": "shuffle", "q": 4 / N, "noise_multiplier": 2.0},
     "banded": {"noise": Noise("banded", 4), "sampling": "cyclic_poisson", "q": 0.05},

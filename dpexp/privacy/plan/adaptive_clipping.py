@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dpexp.errors import ConfigError, positive
-from dpexp.privacy.plan.allocation import AdaptiveMinVariance, Allocation
 from dpexp.privacy.plan.clipping import RAMP, GroupClipping, Joint, Mechanism, Separate, by_group
 from dpexp.privacy.plan.groups import Vector, value_key
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease
@@ -47,9 +46,7 @@ class AdaptiveClipNorm:
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
         return by_group("clip_norm.initial", self.initial, groups)
 
-    def targets(
-        self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
-    ) -> "AdaptiveTargets":
+    def targets(self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism) -> "AdaptiveTargets":
         """What adapts in a plan; a ConfigError if the mechanism's clipping norms cannot."""
         if isinstance(mechanism, Joint) and mechanism.alpha is None:
             members = [(group, vector.name) for group, vectors in groups.items() for vector in vectors]
@@ -63,8 +60,7 @@ class AdaptiveClipNorm:
             "clip_norm.target_quantile", self.target_quantile, [group for group, _ in members], _fraction
         )
         rate = positive("clip_norm.learning_rate", self.learning_rate)
-        reallocate = isinstance(allocation, AdaptiveMinVariance)
-        return AdaptiveTargets(tuple(members), isinstance(mechanism, Joint), tuple(quantiles), rate, reallocate)
+        return AdaptiveTargets(tuple(members), isinstance(mechanism, Joint), tuple(quantiles), rate)
 
 
 def _fraction(key: str, value: float) -> float:
@@ -81,14 +77,12 @@ class AdaptiveTargets:
         members: (group, group) whose S_g adapts; or (group, vector) whose α_j does.
         joint: scales α_j adapt.
         target_quantiles: γ of each; learning_rate: η.
-        reallocate: the shares of the budget follow the clipping norms (see `AdaptiveMinVariance`).
     """
 
     members: tuple[tuple[str, str], ...]
     joint: bool
     target_quantiles: tuple[float, ...]
     learning_rate: float
-    reallocate: bool
 
     @property
     def names(self) -> list[str]:
@@ -121,8 +115,7 @@ class AdaptiveState:
     def plan_of_round(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the current clipping norms."""
         by = dict(zip(self._targets.members, self.multipliers, strict=True))
-        groups = [group if group.is_metric else self._scaled(group, by) for group in plan.groups]
-        return replace(plan, groups=tuple(_reallocated(groups) if self._targets.reallocate else groups))
+        return replace(plan, groups=tuple(g if g.is_metric else self._scaled(g, by) for g in plan.groups))
 
     def _scaled(self, group: "Group", by: Mapping[tuple[str, str], float]) -> "Group":
         if self.joint:
@@ -172,14 +165,3 @@ def indicator(norms: Tensor) -> Tensor:
     The last hundredth is a ramp, for the reason of `dpexp.privacy.plan.clipping.Global`.
     """
     return ((1 - norms) / RAMP).nan_to_num(0, posinf=1, neginf=0).clamp(0, 1)
-
-
-def _reallocated(groups: Sequence["Group"]) -> Iterator["Group"]:
-    """Divides the gradients' share of the budget among their groups by the current clipping norms."""
-    of_gradients = [group for group in groups if not group.is_metric]
-    clipping = {group.name: GroupClipping(group.alphas, group.S) for group in of_gradients}
-    shares = AdaptiveMinVariance().shares({group.name: group.vectors for group in of_gradients}, clipping)
-    total = sum(group.share for group in of_gradients)
-    for group in groups:
-        share = total * shares[group.name] if group.name in shares else group.share
-        yield replace(group, share=share, sigma=group.sigma * math.sqrt(group.share / share))

@@ -55,11 +55,6 @@ class MinVariance:
 
 
 @dataclass(frozen=True)
-class AdaptiveMinVariance(MinVariance):
-    """`MinVariance` by the current clipping norms of `clip_norm=adaptive`, anew in every round."""
-
-
-@dataclass(frozen=True)
 class Weighted:
     """Your own shares, by group name; they must add up to 1."""
 

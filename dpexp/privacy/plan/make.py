@@ -14,7 +14,7 @@ from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveTargets
-from dpexp.privacy.plan.allocation import AdaptiveMinVariance, Allocation, Explicit, Proportional
+from dpexp.privacy.plan.allocation import Allocation, Explicit, Proportional
 from dpexp.privacy.plan.clipping import (
     Abadi,
     ClipNorm,
@@ -113,7 +113,7 @@ def make_plan(
         )
     grouped = {name: vectors(module, names, clipping.vectors) for name, names in clipping.group(module).items()}
     clipped = clipping.mechanism(grouped, clipping.clip_norm)
-    metrics, adaptive = _metrics(grouped, private_metrics or {}, clipping, allocation)
+    metrics, adaptive = _metrics(grouped, private_metrics or {}, clipping)
     remaining = 1 - sum(metric.budget_share for metric in metrics.values())
     if remaining <= 0:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _privacy_target(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:
 
 
 def _metrics(
-    grouped: Mapping[str, tuple[Vector, ...]], specs: Mapping[str, Any], clipping: Clipping, allocation: Allocation
+    grouped: Mapping[str, tuple[Vector, ...]], specs: Mapping[str, Any], clipping: Clipping
 ) -> tuple[dict[str, MetricRelease], AdaptiveTargets | None]:
     """The releases in addition to gradients, by name, and the targets of adaptive clipping norms."""
     metrics, clip_norm = metric_releases(specs), clipping.clip_norm
@@ -208,11 +208,9 @@ def _metrics(
     if UNCLIPPED in {*metrics, *grouped, *(vector.name for metric in metrics.values() for vector in metric.vectors)}:
         raise ConfigError(f"{UNCLIPPED} is the name of what clip_norm=adaptive releases; choose another name.")
     if isinstance(clip_norm, AdaptiveClipNorm):
-        targets = clip_norm.targets(grouped, clipping.mechanism, allocation)
+        targets = clip_norm.targets(grouped, clipping.mechanism)
         share = positive("clip_norm.budget_share", clip_norm.budget_share)
         return metrics | {UNCLIPPED: targets.count_release(share)}, targets
-    if isinstance(allocation, AdaptiveMinVariance):
-        raise ConfigError("allocation=adaptive_min_variance needs adaptive clipping norms; choose clip_norm=adaptive.")
     return metrics, None
 
 
