@@ -113,7 +113,7 @@ PRINTED = {  # page: the job whose plan it shows
     "docs/preprocessing.md": "preprocessing=[class_counts,standardize,pca] preprocessing.pca.k=20 model=mlp "
     "model.shape=[20] sampling.steps=60",
 }
-OF_CHANCE = ("dpexp: the clipped", "The step is", "round ", "Test accuracy")  # lines of a job that trains
+OF_CHANCE = ("dpexp: ", "The step is", "round ", "Test accuracy", "Balanced accuracy")  # lines of a job that trains
 
 
 @pytest.mark.parametrize("page", PRINTED)
