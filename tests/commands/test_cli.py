@@ -271,7 +271,7 @@ BAD = {
     "data.module={_target_:own_for_test.OtherLabels} check=true": "the test set has a label 14",
     "data.module={_target_:own_for_test.NegativeLabels}": "data.module: the test set has a label -1; labels must be",
     "data.module={_target_:own_for_test.Unreadable}":
-        "data.module: test_dataloader of own_for_test.Unreadable failed (FileNotFoundError: no such file: test.npy)",
+        "data.module: test_dataloader of own_for_test.Unreadable failed (FileNotFoundError in own_for_test.py, line",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_los":
         "EarlyStopping monitors test_los, which neither training_step nor the validation logs; known: epsilon, test_a",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=test_auc trainer.num_evaluations=0":
@@ -295,12 +295,12 @@ BAD = {
     **{f"{FAILS}{name}": f"data.module: {name} of own_for_test.Fails failed (FileNotFoundError in own_for_test.py"
        for name in ("prepare_data", "setup", "train_dataloader")},
     FAILS + "val_dataloader": ", fail: [Errno 2] No such file or directory: 'nowhere/train.csv').",
-    **{f"{FAILS}{name}_text": f"{name} of own_for_test.Fails failed (ValueError in own_for_test.py, line 14, fail)."
+    **{f"{FAILS}{name}_text": f"{name} of own_for_test.Fails failed (ValueError in own_for_test.py, line"
        for name in ("setup", "train_dataloader")},
     FAILS + "val_dataloader_text": ", fail: record 7 is odd).",
     FAILS + "setup_import": ", fail: No module named 'nowhere').",
     FAILS + "setup check=true": "data.module: setup of own_for_test.Fails failed (FileNotFoundError",
-    FAILS + "__init__": "data.module: own_for_test.Fails cannot be made: [Errno 2] No such file",
+    FAILS + "__init__": "data.module: own_for_test.Fails cannot be made of data.module.where=__init__: [Errno 2]",
     "data.module._target_=own_for_test.NoTrainingSet": "data.module: it has no train_dataloader",
     "~model.shape ~model.classes model._target_=own_for_test.Whole preprocessing=[pca]":
         "is for a plain model, and model=own_for_test.Whole is a LightningModule; use PreprocessedModel",

@@ -308,7 +308,7 @@ def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, 
     dpexp_job(*sweep)
     (parent,), trials = store.parents(), store.trials("FINISHED")
     assert len(trials) == 2 and {run.data.params["draw"] for run in trials} == {"0", "1"}
-    one = dp_accounting.PoissonSampledDpEvent(512 / 1437, dp_accounting.GaussianDpEvent(8.0))
+    one = dp_accounting.PoissonSampledDpEvent(359 / 1437, dp_accounting.GaussianDpEvent(8.0))
     trial = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(one, 3)])
     accountant = rdp.RdpAccountant(ORDERS)
     accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, 4.0, 1.0))
@@ -358,7 +358,7 @@ def test_selection_costs_the_worst_case_of_the_grid_whatever_was_drawn(dpexp_job
     (parent,), (trial,) = store.parents(), store.trials("FINISHED")
     assert trial.data.metrics["with noise_multiplier"] == 8
     price = parent.data.metrics["with selection private_selection_epsilon"]
-    assert price == pytest.approx(selected_geometrically(1.0, 512 / 1437, 3, 1.0, 1e-4), rel=1e-9)
+    assert price == pytest.approx(selected_geometrically(1.0, 359 / 1437, 3, 1.0, 1e-4), rel=1e-9)
     assert price > 10 * parent.data.metrics["with selection single_run_epsilon"]
 
     monkeypatch.setattr("dpexp.commands.build.plan", refused_when_resumed)

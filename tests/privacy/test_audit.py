@@ -184,7 +184,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     assert of_samples.queries[0].sigma == pytest.approx(0.05 * of_plan.queries[0].S)
     client = store_of(output.parents[2])
     run = client.get_run(result["mlflow_run_id"])
-    assert run.data.metrics["audit/mu_estimate"] == pytest.approx(result["audit"]["mu_estimate"])
+    assert run.data.metrics["with audit mu_estimate"] == pytest.approx(result["audit"]["mu_estimate"])
     assert run.info.status == "FINISHED"
     assert "audit.png" in {file.path for file in client.list_artifacts(run.info.run_id)}
 

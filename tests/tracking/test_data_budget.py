@@ -32,7 +32,10 @@ from dpexp.tracking.run_costs import AUDITS, BUDGET, costs_in, distinct_runs, re
 
 FORK = multiprocessing.get_context("fork")
 KEPT = "privacy.budget={epsilon: 4, delta: 1e-5}"
-QUICK = ("model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "data.id=digits")
+QUICK = (
+    "model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "data.id=digits",
+    "sampling.expected_batch_size=512",
+)  # fmt: skip
 Q, EVENT = 0.25, SamplingEvent("poisson", 0.25, 1000)
 
 

@@ -26,7 +26,10 @@ from dpexp.reporting import terminal
 from dpexp.tracking.client import published_error
 from dpexp.training.classifier import Classifier
 
-QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=2", "model=logistic")
+QUICK = (
+    "sampling.steps=4", "sampling.expected_batch_size=512", "privacy.noise_multiplier=1.0",
+    "trainer.num_evaluations=2", "model=logistic",
+)  # fmt: skip
 
 
 def only_run(folder):
@@ -75,9 +78,10 @@ def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
     planned = read_ledger(output / "planned_ledger.jsonl")
     assert len(planned) == 4 and planned == read_ledger(output / "ledger.jsonl")
     run = only_run(tmp_path)
-    constant = {f"with {name}" for name in ("rounds", "noise_multiplier", "sampling_rate", *FIGURES)}
+    constant = {f"with {name}" for name in ("rounds", "noise_multiplier", "sampling_rate", "learning_rate", *FIGURES)}
     public = {"epsilon", "epsilon_planned", "test_accuracy", "test_loss", "test_auc", "test_f1",
-              "test_calibration_error", *constant}  # fmt: skip
+              "test_calibration_error", "test_majority_accuracy", "test_balanced_accuracy",
+              *(f"test_recall_{k}" for k in range(10)), *constant}  # fmt: skip
     assert set(run.data.metrics) == public
 
 
