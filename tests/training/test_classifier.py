@@ -100,6 +100,15 @@ def test_grouping_changes_the_gradient_norm_by_its_noise_alone(groups):
     assert made.gradient_norm == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("overrides, said", [
+    (["privacy_unit=user"], "data.users=200 synthetic users, to whom the records are assigned at random"),
+    (["data=images", "data.path=a", "data.n=300", "data.class_names=[a,b]"], "data.shape=[3, 8, 8], for a small model"),
+    (["data=images", "data.path=a", "data.n=30000", "data.class_names=[a,b]"], "data.shape=[3, 32, 32]"),
+])  # fmt: skip
+def test_what_data_have_by_default_is_said(overrides, said):
+    assert said in defaults_note(compose(*overrides), nn.Linear(1, 1), None)
+
+
 def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
     cfg = compose("sampling.epochs=400", "privacy.noise_multiplier=10")
     module = Classifier(nn.Linear(3, 2), torch.optim.SGD)
