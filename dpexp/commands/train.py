@@ -196,7 +196,7 @@ def _write(result: dict[str, Any], output: Path) -> None:
 
 
 def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> str:
-    """A sentence with the values that follow from others, since no one has given them; "" if there are none."""
+    """A sentence that names the default values that follow from the data and the plan; "" if there are none."""
     chosen, given = [], OmegaConf.to_yaml(cfg)
     if cfg.privacy_unit.kind == "user" and "users" in cfg.data.module:
         chosen.append(f"data.users={cfg.data.users} synthetic users, to whom the records are assigned at random")

@@ -202,7 +202,7 @@ class CompileDecision:
         return self.decided is not False
 
     def progress(self, done: int, stages: int) -> None:
-        """Says how far compiling is; raises TimeoutError once it takes longer than may pay, unless it is asked for."""
+        """Reports how many stages are compiled; raises TimeoutError if compile=auto exceeds its time limit."""
         elapsed = time.perf_counter() - self._began
         if elapsed > self._limit:
             raise TimeoutError(
