@@ -134,7 +134,8 @@ def explained(trainer: pl.Trainer) -> Iterator[None]:
             raise
         said = " ".join(str(error).split())[:200].rstrip(".")
         if any(isinstance(one, Watch) and one.is_validating_first for one in trainer.callbacks):  # type: ignore
-            message = f"model: the first batch of the validation set fails ({type(error).__name__}: {said})."
+            failed = f"model: the first batch of the validation set fails ({type(error).__name__}: {said})"
+            message = f"{failed}; if it needs all batches, +trainer.num_sanity_val_steps=0 leaves this trial out."
         elif message is None and isinstance(error, MisconfigurationException):
             message = f"trainer or callbacks: {said}."
         if message is None:
