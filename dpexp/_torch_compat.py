@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction as no_torch_functions  # the public one leaves function modes on
 from torch._C import DisableTorchFunctionSubclass as no_subclasses
 from torch._C import _disabled_torch_dispatch_impl, _functorch
+from torch._decomp import get_decompositions as decompositions_of
 from torch._functorch import autograd_function
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as outside_vmap
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -27,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "BatchNorm", "InstanceNorm", "OpOverload", "OpOverloadPacket", "SpectralNorm", "TorchDispatchMode", "TreeSpec",
+    "BatchNorm", "FakeTensor", "FakeTensorMode", "InstanceNorm", "OpOverload", "OpOverloadPacket", "SpectralNorm", "TorchDispatchMode", "TreeSpec",
+    "decompositions_of",
     "no_subclasses", "no_torch_functions", "outside_vmap", "proxy_tensor", "register_pytree_node", "tree_flatten",
     "tree_leaves", "tree_map", "tree_unflatten",
 ]  # fmt: skip
@@ -141,10 +144,28 @@ def quick_tracing() -> Iterator[None]:
     metadata of results, which takes four times as long as the trace itself, and with lazy code generation."""
     with (
         patch.object(torch.compiler, "_is_compiling_flag", True),
-        patch.object(proxy_tensor, "extract_val", lambda *args, **kwargs: None),
+        patch.object(proxy_tensor, "extract_val", _fake_values),
         patch.object(_lazy_graph_module, "_use_lazy_graph_module_flag", True),
     ):
         yield
+
+
+def _fake_values(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """The fake tensors of a result, as `node.meta["val"]`; of others, nothing is kept."""
+    if isinstance(value, list | tuple):
+        return [*map(_fake_values, value)]
+    return value if isinstance(value, FakeTensor) else None
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Meanwhile mkldnn is not used: its recurrent layers are one operator each, which has no vmap rule."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
 """The Lightning callback that carries out a privacy plan."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,6 @@ from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
-from dpexp.privacy.state_checks import KEEPS_STATE, StateFound
 from dpexp.privacy.training import Loop, PrivateTraining
 
 
@@ -147,6 +147,10 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step
+        bound = getattr(training_step, "__self__", None) is pl_module
+
+        def step(own: pl.LightningModule) -> Callable[..., Any]:
+            return MethodType(training_step.__func__, own) if bound else training_step  # type: ignore[attr-defined]
 
         @wraps(training_step)
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +161,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             loop = _TrainersLoop(self.plan, trainer, pl_module, [*args], self._logged, self._validated)
             convert = trainer.precision_plugin.convert_input
             self._sum_sample(
-                pl_module, lambda record: training_step(convert(record), *loop.args, **kwargs), loop, args[:1] == (0,)
+                pl_module, lambda own, record: step(own)(convert(record), *loop.args, **kwargs), loop, args[:1] == (0,)
             )
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
@@ -179,21 +183,8 @@ class _TrainersLoop(Loop):
         super().__init__(trainer.optimizers)
         self._plan = plan
         self._trainer, self._module, self.args, self._names = trainer, module, args, (logged, validated)
-        self._attributes: dict[str, Any] = {}
-
-    def during_sample(self) -> AbstractContextManager:
-        return muted_logging.loggers_muted(self._trainer)
-
-    @contextmanager
-    def signals_deferred(self) -> Iterator[None]:
-        stops = self._trainer.should_stop
-        with muted_logging.signals_deferred():
-            yield
-            if self._trainer.should_stop != stops:
-                raise StateFound(KEEPS_STATE.format(what="trainer.should_stop is changed inside training_step"))
 
     def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        self._attributes = refusals.kept_numbers(self._module)
         return muted_logging.as_in_round(self._trainer, t, place, self.args)
 
     def public_record(self) -> Any:
@@ -202,7 +193,7 @@ class _TrainersLoop(Loop):
     def largest_fitting_batch(self, loss_of: LossOf) -> int | None:
         return largest_fitting_batch(self._plan, self._module, loss_of, self._trainer)
 
-    def after_dry_run(self, step_is_traced: bool) -> None:
-        refusals.refuse_kept_losses(self._module, self._attributes, not step_is_traced)
+    def after_dry_run(self, kept: Sequence[str]) -> None:
+        refusals.refuse_read_by_hooks(self._module, kept)
         refusals.refuse_monitors(self._trainer, self._module, *self._names)
         muted_logging.say_dropped(self._module, self._names[0], self._plan)

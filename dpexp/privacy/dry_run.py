@@ -17,7 +17,8 @@ from dpexp.privacy.gradients.branches import explain
 from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, NoLoss, SyntheticRecords, copied
 from dpexp.privacy.gradients.compiled import seconds
 from dpexp.privacy.gradients.per_example import ONE_LOSS, python_random_states
-from dpexp.privacy.gradients.step import TRACED, Step
+from dpexp.privacy.gradients.module_copy import copy_of
+from dpexp.privacy.gradients.step import TRACED, Settings, Step
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -26,14 +27,13 @@ from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.training_data import DataUnread
 
-Later = Callable[[], AbstractContextManager]
-
-
-def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module, later: Later) -> None:
+def dry_run(
+    step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module, later: Settings, within: Settings
+) -> None:
     """Raises ConfigError for mistakes of a step, and chooses its execution mode, on synthetic or public records.
 
-    Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched. `later` is
-    a context that imitates a later round, in which the step must be the same.
+    Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched. `later` and
+    `within` imitate other rounds (`Step.decide`).
     """
     data = rounds.training_data
     data.memory.refuse([*module.named_parameters(), *module.named_buffers()])
@@ -48,7 +48,7 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
         others = [one for key, one in of_shape.items() if key != chunk.key]
         try:
             with DataUnread(data) as seen:
-                step.decide(chunk, later, others)
+                step.decide(chunk, later, within, others)
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
             pairs = _of_pairs(SyntheticRecords(), chunk, module, device, False)
@@ -68,7 +68,7 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
             )
     if step.mode == TRACED:
         _measure_duration(step, chunk, module, device)
-    if constants := step.graphs.tracer.constant_shapes:
+    if constants := step.graphs.constants:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(constants[:4])}; they must be "
             "public, since values computed from records before training are not protected."
@@ -147,7 +147,7 @@ def _check_loss_of_a_batch(
         return
     try:
         with own_randomness(device, KeyStream.known(0, "pairs", 0)):
-            alone = step.gradients_of_record(step.synthetic.records(chunk, 1, 0), 0).by_name
+            alone = step.alone.gradients_of(step.synthetic.records(chunk, 1, 0), 0).by_name
     except RecordError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
@@ -217,7 +217,7 @@ def _of_pairs(
             with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
                 before = torch.get_rng_state(), python_random_states()
                 try:
-                    loss = chunk.loss_of(batch)
+                    loss = chunk.loss_of(copy_of(module), batch)
                     if loss.numel() > 1:
                         raise ConfigError(f"model: {ONE_LOSS}")
                     losses.append(float(loss))

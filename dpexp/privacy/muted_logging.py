@@ -12,26 +12,13 @@ import torch
 from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
-from dpexp._lightning_compat import pl, results_dropped
+from dpexp._lightning_compat import pl
 from dpexp._torch_compat import without_process_group
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.branches import HiddenNumber
-from dpexp.privacy.gradients.torch_functions import EXCHANGES
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import release
 from dpexp.privacy.round import PrivateRound
-
-
-@contextmanager
-def loggers_muted(trainer: pl.Trainer) -> Iterator[None]:
-    """Discards what is logged through the module or the Trainer in the block."""
-    loggers = trainer.loggers
-    trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in loggers]
-    try:
-        with results_dropped(trainer):
-            yield
-    finally:
-        trainer.loggers = loggers
 
 
 def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
@@ -198,6 +185,12 @@ def later_settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+EXCHANGES = (
+    "model: training_step exchanges something with other processes ({name}), which would mix their records with its "
+    "own; compute a record's loss from that record alone."
+)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpexp._lightning_compat import pl, validation_loader
+from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.round import PrivateRound
@@ -31,7 +32,7 @@ def first_batch(device: torch.device) -> int:
 
 
 def largest_fitting_batch(
-    plan: PrivacyPlan, module: pl.LightningModule, loss_of: Callable[[Any], Tensor], trainer: pl.Trainer
+    plan: PrivacyPlan, module: pl.LightningModule, loss_of: LossOf, trainer: pl.Trainer
 ) -> int:
     """The largest power of two of records, up to a sample's size, whose pass fits into memory."""
     record = public_record(trainer)

@@ -1,9 +1,7 @@
 """Private training in a loop of one's own, in plain PyTorch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -64,7 +62,6 @@ class Private(PrivateTraining):
         )  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self._loop = Loop([optimizer])
-        self._code: Any = None  # of the first round's loss_of
         self._sample: SealedSample | None = None  # the present one, until its step
 
     def rounds(
@@ -102,20 +99,13 @@ class Private(PrivateTraining):
         """One round: releases the sample's average gradient with noise, and lets the optimizer step.
 
         Args:
-            loss_of: the loss of one record, from the model and the record as a batch of one.
+            loss_of: the loss of one record, from the model, or a copy of it, and the record as a batch of one. It is
+                traced in the first round; what it reads besides the model and the record is read then.
             sample: the present one of `rounds`.
         """
         if self._sample is None or sample is not self._sample:
             raise ConfigError("private.step takes the present sample of private.rounds.")
-        code = _code(loss_of)
-        if self._code is None:
-            self._code = code
-        if code != self._code:
-            raise ConfigError(
-                "private.step: loss_of is another function than in the first round, or a number that it uses has "
-                "changed; let it read what changes from an attribute or a buffer of the model."
-            )
-        self._sum_sample(self.model, lambda record: loss_of(self.model, record), self._loop, False)
+        self._sum_sample(self.model, loss_of, self._loop, False)
         self._release(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -142,33 +132,3 @@ class Private(PrivateTraining):
         state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         processes.broadcast({name: tensor.detach() for name, tensor in state.items()})
         return processes
-
-
-def _code(function: Any) -> Any:
-    """What a function computes: its code, and the numbers and words that it uses from outside its arguments."""
-    if isinstance(function, partial):
-        return _code(function.func), _plain(function.args), _plain(tuple(sorted(function.keywords.items())))
-    if isinstance(function, MethodType):
-        return _code(function.__func__), id(function.__self__)
-    if not isinstance(function, FunctionType):
-        return id(function)
-    cells = [_content(cell) for cell in function.__closure__ or ()]
-    return function.__code__, _plain(tuple(cells)), _plain((function.__defaults__, function.__kwdefaults__))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet set
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """Numbers, words and functions; of other objects, which may be filled meanwhile, the type."""
-    if isinstance(value, int | float | str | bytes | type(None)):
-        return type(value), value
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, dict):
-        return tuple((key, _plain(item)) for key, item in value.items())
-    return _code(value) if isinstance(value, partial | MethodType | FunctionType) else type(value)

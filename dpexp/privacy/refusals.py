@@ -4,12 +4,12 @@ import dis
 import inspect
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpexp._lightning_compat import NoOptimizer, is_overridden, pl
 from dpexp._torch_compat import (
@@ -18,11 +18,8 @@ from dpexp._torch_compat import (
     forward_pre_hooks,
     has_backward_hooks,
     has_gradient_hooks,
-    is_wrapped,
-    tree_leaves,
 )
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.branches import HiddenNumber
 from dpexp.privacy.plan.groups import parameters
 
 if TYPE_CHECKING:
@@ -252,33 +249,24 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
         raise ConfigError("optimizer: LBFGS computes several losses a step, each a release; choose SGD or Adam.")
 
 
-def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bool) -> None:
-    """Refuses a step that keeps values of records in attributes where a hook can read them.
-
-    Args:
-        before: `kept_numbers` before the step ran.
-        as_written: the step is not traced, so that a changed number may be a record's.
-    """
-    hooks = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
-    if not hooks:
-        return
-    for where, value in _attributes(module):
-        if as_written and isinstance(value, float) and before.get(where, value) != value:
-            raise ConfigError(_KEPT.format(where=where, hook=hooks[0]))
-        if not isinstance(value, _COLLECTIONS):
-            continue
-        values = tree_leaves([*value] if isinstance(value, set) else value)
-        found = any(isinstance(v, HiddenNumber) or (isinstance(v, Tensor) and is_wrapped(v)) for v in values)
-        if isinstance(value, list) and not found:  # of a step that is not traced
-            added = value[before.get(where, 0) :]
-            found = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
-        if found:
-            raise ConfigError(_KEPT.format(where=where, hook=hooks[0]))
+def refuse_read_by_hooks(module: nn.Module, kept: Sequence[str]) -> None:
+    """Refuses attributes that a step sets, on a copy of the module, and that a hook reads of the module itself."""
+    for hook in _READING:
+        function = getattr(type(module), hook, None)
+        if isinstance(module, pl.LightningModule) and is_overridden(hook, module) and hasattr(function, "__code__"):
+            for name in kept:
+                if name.partition(".")[0] in function.__code__.co_names:
+                    raise ConfigError(_KEPT.format(where=name, hook=hook))
+    if kept:
+        warnings.warn(
+            f"training_step sets {', '.join(f'self.{name}' for name in kept)}: it is traced on a copy of the module, so "
+            "that nothing is kept in the module itself."
+        )
 
 
 _KEPT = (
-    "model: training_step keeps values of records in self.{where}, and {hook} may read them, but they are private: "
-    "remove that, or release them by private_metrics.release."
+    "model: training_step keeps values of records in self.{where}, and {hook} reads it, but they are private: remove "
+    "that, or release them by private_metrics.release."
 )
 _READING = (
     "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
@@ -286,20 +274,3 @@ _READING = (
     "on_validation_epoch_end", "on_validation_end", "on_save_checkpoint",
 )  # fmt: skip
 _VALIDATING = ("validation_step", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end")
-_COLLECTIONS = (list, tuple, dict, set)
-
-
-def kept_numbers(module: nn.Module) -> dict[str, Any]:
-    """Float attributes of all submodules, and lengths of list attributes."""
-    return {
-        where: len(value) if isinstance(value, list) else value
-        for where, value in _attributes(module)
-        if isinstance(value, list | float)
-    }
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, layer in module.named_modules():
-        for key, value in vars(layer).items():
-            if not key.startswith("_"):
-                yield f"{name}.{key}" if name else key, value

@@ -14,12 +14,10 @@ from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
-from dpexp.privacy.gradients.graph_cache import Graphs
+from dpexp.privacy.gradients.graphs import Graphs, size_of_samples, usual_rows
 from dpexp.privacy.gradients.local_training import LocalTrainer
-from dpexp.privacy.gradients.per_example import VmapPass
+from dpexp.privacy.gradients.one_at_a_time import OneAtATime
 from dpexp.privacy.gradients.step import TRACED, Step
-from dpexp.privacy.gradients.traced import size_of_samples, usual_rows
-from dpexp.privacy.gradients.tracer import Tracer
 from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
@@ -81,19 +79,16 @@ class PrivateRound:
         joint = self._adaptive is not None and self._adaptive.joint
         self._clip = ClippedSums(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
-        run_pass = VmapPass(module, self._parameters, self._values)
-        tracer = Tracer(
-            module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
-            self._device, usual_rows(plan.sampling, plan.n, max_records), data_memory or Memory(),
+        graphs = Graphs(
+            module, self._parameters, self._values, self._clip,
+            lambda: {name: self._zeros(name) for name in self._names}, self._device,
+            usual_rows(plan.sampling, plan.n, max_records),
+            CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds), data_memory or Memory(),
         )  # fmt: skip
-        compiling = CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
         local = plan.privacy_unit.local_training
         training = LocalTrainer(module, self._parameters, self._values, local) if local else None
-        self.step = Step(
-            module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training,
-            self._device,
-        )  # fmt: skip
-        self._round = 0
+        alone = OneAtATime(module, self._parameters, self._values, training, self._device)
+        self.step = Step(module, graphs, alone, self._clip, training is not None, self._device)
         self._succeeded = False
         self._contributed = False  # a record has, in any process
         self._failed = 0
@@ -138,14 +133,12 @@ class PrivateRound:
         )
         self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
         self.observations = []
-        self._round = t
-        self.step.states.begin_round(t)
 
     def add_chunk(self, loss_of: LossOf, batch: Any, size: int) -> None:
         """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing.
 
         Args:
-            loss_of: computes the scalar loss of one record.
+            loss_of: computes the scalar loss of one record, from the module, or a copy of it, and a batch of one.
             batch: the records, stacked: tensors [size, ...] in any nesting of tuples, lists and dicts. Other objects in
                 it are shared by all records.
 
@@ -175,10 +168,6 @@ class PrivateRound:
         if self._failed >= _MAX_FAILED and self._processes.is_single:
             self.end()
 
-    def check_state(self) -> None:
-        """In rounds that are checked, tests whether the step kept something of the sample's records."""
-        self.step.states.check(self._round)
-
     def end(self) -> None:
         """Ends the sample.
 
@@ -186,7 +175,6 @@ class PrivateRound:
             ConfigError, or the last record's error: more than one record failed, and none ever contributed in any
                 process.
         """
-        self.check_state()
         if self._contributed:  # equal in all processes
             return
         counts = self._processes.gathered([self._succeeded, self._failed])

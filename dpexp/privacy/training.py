@@ -41,7 +41,7 @@ from dpexp.privacy.running_epsilon import RunningEpsilon
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.padding import lengths_for
-from dpexp.privacy.state_checks import StateFound, digest_of_weights
+from dpexp.privacy.state_checks import digest_of_weights
 
 
 class Loop:
@@ -49,10 +49,6 @@ class Loop:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-
-    def during_sample(self) -> AbstractContextManager:
-        """While the loss of records is computed."""
-        return nullcontext()
 
     def signals_deferred(self) -> AbstractContextManager:
         """While a chunk is processed."""
@@ -70,8 +66,8 @@ class Loop:
         """Records of the largest chunk that fits into a GPU's memory; None: it is not sought."""
         return None
 
-    def after_dry_run(self, step_is_traced: bool) -> None:
-        """Refuses what would read private values later."""
+    def after_dry_run(self, kept: Sequence[str]) -> None:
+        """Refuses what would read private values later, such as attributes that a traced step sets."""
 
 
 class DryRunDone(Exception):
@@ -246,11 +242,12 @@ class PrivateTraining:
         if self._spectral:
             power_iteration(self._spectral)
 
-    def _sum_sample(self, module: nn.Module, step: Callable[[Any], Any], loop: Loop, epoch_begins: bool) -> None:
+    def _sum_sample(self, module: nn.Module, step: Callable[[Any, Any], Any], loop: Loop, epoch_begins: bool) -> None:
         """Adds up the clipped gradients of the round's sample.
 
         Args:
-            step: from a batch of one record to its loss, or to a dictionary that holds it.
+            step: from the module, or a copy of it, and a batch of one record to its loss, or to a dictionary that
+                holds it.
         """
         assert self._rounds and self._engine
         if not self._sample_pending:
@@ -260,12 +257,10 @@ class PrivateTraining:
         self._sample_pending = False
         engine, device, step_digest = self._engine, device_of(module), 0
 
-        def loss_of(record: Any) -> Tensor:
-            return loss_of_step(lambda: step(record))
+        def loss_of(own: nn.Module, record: Any) -> Tensor:
+            return loss_of_step(lambda: step(own, record))
 
-        with (
-            self._state_recorded(), self._processes.fail_together(), collectives_refused(), loop.during_sample()
-        ):  # fmt: skip
+        with self._processes.fail_together(), collectives_refused():
             if self._search_batch_size and (largest := loop.largest_fitting_batch(loss_of)) is not None:
                 self._rounds.sampler.max_physical_batch_size = largest
             self._search_batch_size = False
@@ -275,12 +270,11 @@ class PrivateTraining:
                     raise DryRunDone(engine.step)
                 step_digest = engine.step.digest
             else:
-                engine.step.trace_again(loss_of, self.rounds_done, epoch_begins=epoch_begins)
-            random = engine.step.mode != TRACED or engine.step.is_random or not self._rounds.only_rows
+                engine.step.trace_again(loss_of, epoch_begins)
+            random = engine.step.is_random or not self._rounds.only_rows
             with own_randomness(device, self._rounds.randomness) if random else nullcontext():
                 sample_digest = self._process_sample(loss_of, device, loop)
-                engine.check_state()
-        with self._state_recorded(), self._processes.fail_together():
+        with self._processes.fail_together():
             engine.end()
         if not self._processes.is_single:
             self._processes.assert_equal(
@@ -293,24 +287,14 @@ class PrivateTraining:
         step = self._engine.step
         step.public = loop.public_record()
         refusals.refuse_hooks(module)
-        last_round = loop.in_round(self.plan.rounds - 1, self._rounds.sampler.last_position())
+        sampler = self._rounds.sampler
+        later, within = (loop.in_round(t, sampler.place(t)) for t in (self.plan.rounds - 1, self.rounds_done + 1))
         with loop.signals_deferred():
-            dry_run(step, self._rounds, loss_of, module, last_round)
+            dry_run(step, self._rounds, loss_of, module, later, within)
         self._rounds.say_padding()
-        loop.after_dry_run(step.mode == TRACED)
+        loop.after_dry_run(step.graphs.kept if step.mode == TRACED else ())
         compiling = step.graphs.compiling
         self.compile, self.compiling = compiling.decided, compiling.reason
-
-    @contextmanager
-    def _state_recorded(self) -> Iterator[None]:
-        """Records in the ledger that the training step kept state, which voids the guarantee."""
-        try:
-            yield
-        except StateFound as found:
-            if self.rounds_done and self._ledger:
-                since = f"the bound may not have held since round {found.last_clean_round + 1}"
-                self._ledger.not_private(f"{since} ({found})")
-            raise
 
     def _process_sample(self, loss_of: LossOf, device: torch.device, loop: Loop) -> int:
         """Adds this process's part of the sample; returns the sample's digest."""

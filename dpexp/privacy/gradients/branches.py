@@ -60,12 +60,12 @@ DATA_READS = {
 _MAY_BE_LOGGED = {Tensor.item, Tensor.tolist, Tensor.numpy}
 
 
-def read_value(read: Callable[..., Any], tensor: Tensor, anchor: Tensor) -> Any:
+def read_value(read: Callable[..., Any], tensor: Tensor, anchor: Tensor | None = None) -> Any:
     """The result of one of `DATA_READS`, if it is the same for all records, or a `HiddenNumber`; raises DataDependent.
 
     `anchor` is a tensor that is batched by the vmap over records.
     """
-    if level_of(tensor) != level_of(anchor):
+    if anchor is not None and level_of(tensor) != level_of(anchor):
         return read(tensor)  # the same for all records, or batched by a vmap inside the model
     if read in _MAY_BE_LOGGED:
         return HiddenNumber(tensor)

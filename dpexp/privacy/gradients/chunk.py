@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError
+from dpexp.privacy.gradients.module_copy import copy_of
 from dpexp.privacy.gradients.torch_functions import table_size
 from dpexp.privacy.sampling.batches import flattened
 
-LossOf = Callable[[Any], Tensor]
+LossOf = Callable[[nn.Module, Any], Tensor]  # from the module, or a copy of it, and a batch of one record
 PLAIN_TYPES = (str, int, float, bool, bytes, type(None))
 
 
@@ -28,7 +29,7 @@ class Chunk:
     """Records of equal shapes, as one batch.
 
     Attributes:
-        loss_of: maps the batch of one record to its loss, a scalar.
+        loss_of: maps the module, or a copy of it, and the batch of one record to its loss, a scalar.
         leaves: of the batch: tensors [size, ...], and other objects that all records share.
         structure: of the batch, as a pytree.
         size: number of records.
@@ -191,12 +192,12 @@ def synthetic_options(below: int, public: list[Any] | None) -> Iterator[Syntheti
     yield from (SyntheticRecords(a, b, below) for b, a in itertools.product(integers, floats))
 
 
-def smallest_index_range(chunk: Chunk) -> int:
+def smallest_index_range(chunk: Chunk, module: nn.Module) -> int:
     """The smallest number of rows or classes that the step indexes, found with one record of zeros; by default 2."""
     ranges = _IndexRanges()
     try:
         with ranges, torch.no_grad():
-            chunk.loss_of(SyntheticRecords(integers="zeros").records(chunk, 1, 0).batch_of(0))
+            chunk.loss_of(copy_of(module), SyntheticRecords(integers="zeros").records(chunk, 1, 0).batch_of(0))
     except Exception:
         pass  # reported when synthetic records are tried
     return min((size for size in ranges.sizes if size > 1), default=2)

@@ -1,7 +1,6 @@
-"""A traced pass, and the template that makes graphs of any number of rows from two traces."""
+"""A traced chunk, and the template that makes graphs of any number of rows from two traces."""
 
 import copy
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,28 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dpexp._torch_compat import operator_function, tree_flatten, tree_unflatten
+from dpexp._torch_compat import operator_function, proxy_tensor, quick_tracing, tree_flatten, tree_unflatten
 from dpexp.privacy.gradients.compiled import MARK, Compiled, Progress
 from dpexp.privacy.gradients.norms import full_precision
+from dpexp.privacy.gradients.one_record import Inputs
 from dpexp.privacy.state_checks import digest
-
-_MAX_LITERAL = 64  # entries of a constant that counts as a literal in the code
 
 
 @dataclass
 class Graph:
-    """A traced pass for a fixed number of rows.
+    """The traced pass of a chunk, for a fixed number of rows.
 
     Attributes:
         outputs: the names of its results, in order.
-        input_specs: (shape, dtype, device) of each parameter and buffer.
+        state: the parameters and buffers that are its first inputs.
         zeroing: gradients of rows that are not finite are set to zero.
         compiled: runs instead, for inputs whose memory layout fits.
     """
 
     run: fx.GraphModule
     outputs: list[str]
-    input_specs: list[tuple]
+    state: Inputs
     zeroing: bool = False
     compiled: Compiled | None = None
 
@@ -61,47 +59,30 @@ class Graph:
 
     def compile(self, inputs: Sequence[Tensor], device: torch.device, *progress: Progress) -> "Graph":
         with torch.no_grad(), full_precision(device):
-            return replace(self, compiled=Compiled(self.run, inputs, len(self.input_specs), *progress))
-
-    @cached_property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        tags = (getattr(node.target, "tags", ()) for node in self.run.graph.nodes)
-        return any(torch.Tag.nondeterministic_seeded in some for some in tags)
-
-    @property
-    def text(self) -> str:
-        """Its code; equal code with equal constants computes the same."""
-        return self._code.src
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-    @cached_property
-    def constants(self) -> dict[str, Tensor]:
-        """Tensors that the graph holds."""
-        names = [str(node.target) for node in self.run.graph.nodes if node.op == "get_attr"]
-        values = {name: getattr(self.run, name) for name in names}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-    @cached_property
-    def literals(self) -> set[str]:
-        """Names of the constants that are literals in the code, as in torch.tensor([0.5, 2.0])."""
-        lifted = [node.args[0] for node in self.run.graph.nodes if "lift_fresh" in str(node.target)]
-        names = {str(node.target) for node in lifted if isinstance(node, fx.Node)}
-        return {name for name in names if name in self.constants and self.constants[name].numel() <= _MAX_LITERAL}
+            return replace(self, compiled=Compiled(self.run, inputs, len(self.state.names()), *progress))
 
 
-def difference(some: Graph, other: Graph) -> str | None:
-    """The first line of code or constant in which two graphs differ; None: they are equal."""
-    if some.text != other.text:
-        lines = zip(some.text.splitlines(), other.text.splitlines(), strict=False)
-        return next((b.strip()[:150] for a, b in lines if a != b), "its length")
-    for (name, a), b in zip(some.constants.items(), other.constants.values(), strict=True):
-        if _differ(a, b):
-            return f"the tensor {name} {tuple(a.shape)}"
-    return None
+def trace(run: Callable[..., dict[str, Tensor]], inputs: Sequence[Tensor], of: Inputs, zeroing: bool) -> Graph:
+    """Traces `run(*inputs)`, a function of operators alone; the first inputs are the parameters and buffers `of`."""
+    outputs: list[str] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        found = run(*tensors)
+        outputs[:] = found
+        return [*found.values()]
+
+    with quick_tracing():
+        graph = proxy_tensor.make_fx(flat)(*inputs)
+    scalars: dict[str, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is torch.ops.aten.scalar_tensor.default:
+            same = scalars.setdefault(f"{node.args} {node.kwargs}", node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+    graph.graph.eliminate_dead_code()
+    return Graph(graph, outputs, of, zeroing)
 
 
 def _differ(some: Tensor, other: Tensor) -> bool:

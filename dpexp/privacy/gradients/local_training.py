@@ -20,7 +20,7 @@ from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.chunk import Chunk, copied
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ONE_LOSS, backward, no_seeds
-from dpexp.privacy.gradients.torch_functions import MixingRefused
+from dpexp.privacy.gradients.torch_functions import OutOfRangeRefused
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.privacy_unit import LocalTraining
 
@@ -34,8 +34,11 @@ class LocalTrainer:
         self._values = values
         self._local = local
 
-    def vector_of(self, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor]:
+    def vector_of(self, copy: nn.Module, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor]:
         """θ_0 - θ_K of user i by parameter, with the means over its steps of released values and of the loss.
+
+        Args:
+            copy: of the module, on which the step runs.
 
         Raises:
             RecordError: the user has no scalar loss, or its examples cannot be divided into batches.
@@ -47,9 +50,9 @@ class LocalTrainer:
         with self._values.marked(weighted=False) as given:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
-                with parameters_replaced(self._module, weights):
-                    with no_seeds(), MixingRefused(indices=True):
-                        loss = chunk.loss_of(batch)
+                with parameters_replaced(self._module, weights), parameters_replaced(copy, weights):
+                    with no_seeds(), OutOfRangeRefused():
+                        loss = chunk.loss_of(copy, batch)
                     if loss.dim():
                         raise RecordError(ONE_LOSS)
                     backward(loss)

@@ -1,268 +1,256 @@
-"""Per-example gradients of recurrent layers (torch.lstm, gru, rnn_tanh, rnn_relu).
+"""Recurrent layers (torch.lstm, gru, rnn_tanh, rnn_relu) as one operator through time, for tracing.
 
-torch runs such a layer as one function, which does not return the gates' gradients. Here the input's contribution to
-the gates is a linear layer over all positions, with its own layer rule. The previous state's contribution is computed
-step by step; the per-example gradient of its weight is Σ_t (gate gradient)_t ⊗ h_(t-1).
+The input's contribution to the gates is a linear layer over all positions. The operator adds the previous state's, W h,
+step by step; its backward pass returns the gates' gradients, so that the gradient of W is one product over all
+positions. The graph of a layer has as many nodes for one position as for a thousand.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from dpexp._torch_compat import version_of
-from dpexp.privacy.gradients.rewritten import lstm_step
-
-_sigmoid_backward = torch.ops.aten.sigmoid_backward
-_tanh_backward = torch.ops.aten.tanh_backward
+_sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
+_tanh_backward = torch.ops.aten.tanh_backward.grad_input
+Parts = tuple[Tensor, ...]  # of one step, each [N, H]
 
 
-class Cell(Protocol):
+@dataclass(frozen=True)
+class Cell:
     """One step through time.
 
-    p and s are the input's and the previous state's contributions to the G gates, each [B, G·H].
+    Attributes:
+        inputs: number of parts of p, what is known of the gates without the previous state.
+        kept: number of parts that a step keeps. First come the gates, p + W h, which `forward` overwrites by what
+            `backward` reads; an LSTM's c comes last.
+        forward: (p, h, c, kept) -> the new h and c.
+        backward: (dh, dc, h, c, kept, d_p) -> gradients of the previous h, except through W h, and of the previous c.
+            It writes the gradient of p to d_p.
     """
 
-    @staticmethod
-    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The new h and c, and the tensors that `backward` needs. May overwrite s."""
-
-    @staticmethod
-    def backward(
-        dh: Tensor, dc: Tensor, saved: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Writes the gradient of p to d_p; returns those of s, of the previous h except through s, and of c."""
+    inputs: int
+    kept: int
+    forward: Callable[[Parts, Tensor, Tensor, Parts], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Parts, Parts], tuple[Tensor | None, Tensor]]
 
 
-class Lstm:
-    @staticmethod
-    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        gates = s.add_(p)
-        i, f, g, o = gates.chunk(4, 1)
-        for gate in (i, f, o):
-            gate.sigmoid_()
-        g.tanh_()
-        c = (f * c).addcmul_(i, g)
-        tanh_c = c.tanh()
-        return o * tanh_c, c, (gates, tanh_c)
-
-    @staticmethod
-    def backward(
-        dh: Tensor, dc: Tensor, saved: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        gates, tanh_c = saved
-        i, f, g, o = gates.chunk(4, 1)
-        d_i, d_f, d_g, d_o = d_p.chunk(4, 1)
-        _sigmoid_backward.grad_input(dh * tanh_c, o, grad_input=d_o)
-        dc = dc + _tanh_backward(dh * o, tanh_c)
-        _sigmoid_backward.grad_input(dc * g, i, grad_input=d_i)
-        _sigmoid_backward.grad_input(dc * c, f, grad_input=d_f)
-        _tanh_backward.grad_input(dc * i, g, grad_input=d_g)
-        return d_p, None, dc * f
+def _lstm(p: Parts, h: Tensor, c: Tensor, kept: Parts) -> tuple[Tensor, Tensor]:
+    i, f, g, o, tanh_c, new_c = kept
+    for gate in (i, f, o):
+        gate.sigmoid_()
+    torch.mul(f, c, out=new_c).addcmul_(i, g.tanh_())
+    return o * torch.tanh(new_c, out=tanh_c), new_c
 
 
-class Gru:
-    @staticmethod
-    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        size = h.shape[1]
-        r, z = (p[:, : 2 * size] + s[:, : 2 * size]).sigmoid_().chunk(2, 1)
-        s_n = s[:, 2 * size :]
-        n = torch.addcmul(p[:, 2 * size :], r, s_n).tanh_()
-        return torch.lerp(n, h, z), c, (r, z, n, s_n)
-
-    @staticmethod
-    def backward(
-        dh: Tensor, dc: Tensor, saved: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        r, z, n, s_n = saved
-        direct = dh * z
-        d_n = _tanh_backward(dh - direct, n)
-        d_z = _sigmoid_backward(dh * (h - n), z)
-        d_r = _sigmoid_backward(d_n * s_n, r)
-        torch.cat([d_r, d_z, d_n], 1, out=d_p)
-        return torch.cat([d_r, d_z, d_n * r], 1), direct, dc
+def _lstm_backward(dh: Tensor, dc: Tensor, h: Tensor, c: Tensor, kept: Parts, d_p: Parts) -> tuple[None, Tensor]:
+    (i, f, g, o, tanh_c, _), (d_i, d_f, d_g, d_o) = kept, d_p
+    _sigmoid_backward(dh * tanh_c, o, grad_input=d_o)
+    dc = dc + torch.ops.aten.tanh_backward(dh * o, tanh_c)
+    _sigmoid_backward(dc * g, i, grad_input=d_i)
+    _sigmoid_backward(dc * c, f, grad_input=d_f)
+    _tanh_backward(dc * i, g, grad_input=d_g)
+    return None, dc * f
 
 
-class RnnTanh:
-    @staticmethod
-    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        h = s.add_(p).tanh_()
-        return h, c, (h,)
-
-    @staticmethod
-    def backward(
-        dh: Tensor, dc: Tensor, saved: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        _tanh_backward.grad_input(dh, saved[0], grad_input=d_p)
-        return d_p, None, dc
+def _gru(p: Parts, h: Tensor, c: Tensor, kept: Parts) -> tuple[Tensor, Tensor]:
+    r, z, s_n, n = kept  # p is r, z, b_n, n; s_n = W_n h + b_n
+    torch.addcmul(p[3], r.sigmoid_(), s_n, out=n).tanh_()
+    return torch.lerp(n, h, z.sigmoid_()), c
 
 
-class RnnRelu:
-    @staticmethod
-    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        h = s.add_(p).relu_()
-        return h, c, (h,)
-
-    @staticmethod
-    def backward(
-        dh: Tensor, dc: Tensor, saved: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        torch.mul(dh, saved[0] > 0, out=d_p)
-        return d_p, None, dc
+def _gru_backward(dh: Tensor, dc: Tensor, h: Tensor, c: Tensor, kept: Parts, d_p: Parts) -> tuple[Tensor, Tensor]:
+    (r, z, s_n, n), (d_r, d_z, d_s_n, d_n) = kept, d_p
+    direct = dh * z
+    _tanh_backward(dh - direct, n, grad_input=d_n)
+    _sigmoid_backward(dh * (h - n), z, grad_input=d_z)
+    _sigmoid_backward(d_n * s_n, r, grad_input=d_r)
+    torch.mul(d_n, r, out=d_s_n)
+    return direct, dc
 
 
-CELLS: dict[Callable[..., Any], type[Cell]] = {
-    torch.lstm: Lstm,
-    torch.gru: Gru,
-    torch.rnn_tanh: RnnTanh,
-    torch.rnn_relu: RnnRelu,
-}
-_BY_NAME = {cell.__name__: cell for cell in CELLS.values()}
-# Takes the states before each step [B, T, H] and the gradients of the gates [B, T, G·H].
-OnGradient = Callable[[Tensor, Tensor], None]
+def _elman(activation: Callable[[Tensor], Tensor], activation_backward: Callable[..., Tensor]) -> Cell:
+    def backward(dh: Tensor, dc: Tensor, h: Tensor, c: Tensor, kept: Parts, d_p: Parts) -> tuple[None, Tensor]:
+        activation_backward(dh, kept[0], grad_input=d_p[0])
+        return None, dc
+
+    return Cell(1, 1, lambda p, h, c, kept: (activation(kept[0]), c), backward)
 
 
-_OPERATORS = torch.library.Library("dpexp", "DEF")  # one node in a graph, for any number of steps
-_OPERATORS.define(
-    "steps(Tensor p, Tensor h, Tensor c, Tensor weight, Tensor? bias, str cell, bool reverse) -> (Tensor, Tensor[])"
-)
-_OPERATORS.define(
-    "steps_backward(Tensor d_outputs, Tensor dh, Tensor dc, Tensor h, Tensor c, Tensor weight, Tensor[] saved, str cell"
-    ", bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+_CELLS = {
+    "lstm": Cell(4, 6, _lstm, _lstm_backward), "gru": Cell(4, 4, _gru, _gru_backward),
+    "rnn_tanh": _elman(torch.tanh_, _tanh_backward),
+    "rnn_relu": _elman(torch.relu_, partial(torch.ops.aten.threshold_backward.grad_input, threshold=0)),
+}  # fmt: skip
 
 
-@torch.library.impl(_OPERATORS, "steps", "CompositeExplicitAutograd")
+@torch.library.custom_op("dpexp::recurrence", mutates_args=())
 def _steps(
-    p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: str, reverse: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """Every h [T, B, H]; and for each step its h, its c and the tensors that the cell saves."""
-    outputs, c = _record_major(p, h.shape[1]), c.clone()  # a copy, since a cell may return c unchanged
-    all_saved = []
+    p: Tensor, h: Tensor, c: Tensor, weight: Tensor, projection: Tensor | None, cell: str, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Every h [T, N, H], and what the steps keep. For weights [B, ...], all other tensors have B before N."""
+    outputs, kept = _empty_steps(p, h, c, weight, projection, cell, reverse)
+    of_p, of_kept = _by_step(p, c), _by_step(kept, c)
+    terms, gates = (t[..., : weight.shape[-2]].unbind() for t in (p, kept))
     for t in range(len(p))[:: -1 if reverse else 1]:
-        s = h @ weight.T if bias is None else torch.addmm(bias, h, weight.T)
-        h, c, saved = _BY_NAME[cell].forward(p[t], s, h, c)
-        outputs[t] = h
-        all_saved += [h, c, *saved]
-    return outputs, all_saved
+        _add_product(terms[t], h, weight.mT, out=gates[t])
+        h, c = _CELLS[cell].forward(of_p[t], h, c, of_kept[t])
+        outputs[t] = h = h if projection is None else h @ projection.mT
+    return outputs, kept
 
 
-@torch.library.impl(_OPERATORS, "steps_backward", "CompositeExplicitAutograd")
+@torch.library.custom_op("dpexp::recurrence_backward", mutates_args=())
 def _steps_backward(
-    d_outputs: Tensor, dh: Tensor, dc: Tensor, h: Tensor, c: Tensor, weight: Tensor, saved: list[Tensor], cell: str,
-    reverse: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of p, of the first h and c, and of each step's s; and the states before each step. [T, B, ...]."""
-    of_cell, gates = _BY_NAME[cell], len(weight)
-    d_p, previous = _record_major(d_outputs, gates), _record_major(d_outputs, h.shape[1])
-    d_s = _record_major(d_outputs, gates if of_cell is Gru else 0)
-    order = range(len(d_outputs))[:: -1 if reverse else 1]
-    each = len(saved) // len(order)
-    for step in reversed(range(len(order))):
-        t = order[step]
-        before = saved[(step - 1) * each :] if step else [h, c]
+    d_outputs: Tensor, dh: Tensor, dc: Tensor, outputs: Tensor, kept: Tensor, h: Tensor, c: Tensor, weight: Tensor,
+    projection: Tensor | None, cell: str, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of p, of the first h and c, and, where they are projected, of every h [T, N, H]."""
+    d_p, d_projected = _empty_gradients(kept, h, c, projection, cell)
+    of_d_p, of_kept = _by_step(d_p, c), _by_step(kept, c)
+    d_gates = d_p[..., : weight.shape[-2]].unbind()
+    order = [*range(len(kept))[:: 1 if reverse else -1]]
+    dc = dc.clone()
+    for t, before in zip(order, [*order[1:], None], strict=True):
+        h_before, c_before = (h, c) if before is None else (outputs[before], of_kept[before][-1])
         dh = dh + d_outputs[t]
-        previous[t] = before[0]
-        of_step = tuple(saved[step * each + 2 : (step + 1) * each])
-        d_state, direct, dc = of_cell.backward(dh, dc, of_step, before[0], before[1], d_p[t])
-        if of_cell is Gru:
-            d_s[t] = d_state
-        dh = d_state @ weight if direct is None else torch.addmm(direct, d_state, weight)
-    return d_p, dh, dc, d_s, previous
+        if projection is not None:
+            d_projected[t] = dh
+            dh = dh @ projection
+        direct, dc = _CELLS[cell].backward(dh, dc, h_before, c_before, of_kept[t], of_d_p[t])
+        dh = _add_product(direct, d_gates[t], weight)
+    return d_p, dh, dc, d_projected
 
 
-class Recurrence(torch.autograd.Function):
-    """Runs a cell through time.
+@_steps.register_fake
+def _empty_steps(p, h, c, weight, projection, cell, reverse):
+    return _record_major(p, h.shape[-1]), p.new_empty(*p.shape[:-1], _CELLS[cell].kept * c.shape[-1])
 
-    `apply` takes `anchor`, which requires gradients, p [T, B, G·H], the first h and c [B, H], and the weight and bias
-    of the previous state. It returns every h [T, B, H] and the last h and c [B, H].
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
-        cell: type[Cell], reverse: bool, on_gradient: OnGradient,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        outputs, saved = torch.ops.dpexp.steps(p, h, c, weight, bias, cell.__name__, reverse)
-        ctx.inputs, ctx.saved = (h, c, weight), saved
-        ctx.versions = version_of(h), version_of(c)
-        ctx.cell, ctx.reverse, ctx.on_gradient = cell, reverse, on_gradient
-        last = saved[-(len(saved) // len(p)) :]
-        return outputs, last[0].clone(), last[1].clone()
+@_steps_backward.register_fake
+def _(d_outputs, dh, dc, outputs, kept, h, c, weight, projection, cell, reverse):
+    d_p, d_projected = _empty_gradients(kept, h, c, projection, cell)
+    return d_p, h.new_empty(h.shape), c.new_empty(c.shape), d_projected
 
-    @staticmethod
-    def backward(ctx: Any, d_outputs: Tensor, dh: Tensor, dc: Tensor) -> tuple:  # type: ignore[override]
-        h, c, weight = ctx.inputs
-        if ctx.versions != (version_of(h), version_of(c)):
-            raise RuntimeError(
-                "the first state of a recurrent layer was modified in place after the layer had used it."
-            )
-        d_p, dh, dc, d_s, previous = torch.ops.dpexp.steps_backward(
-            d_outputs, dh, dc, h, c, weight, ctx.saved, ctx.cell.__name__, ctx.reverse
-        )
-        ctx.on_gradient(previous.transpose(0, 1), (d_s if ctx.cell is Gru else d_p).transpose(0, 1))
-        ctx.inputs = ctx.saved = None
-        return None, d_p, dh, dc, None, None, None, None, None
+
+def _empty_gradients(kept: Tensor, h: Tensor, c: Tensor, projection: Tensor | None, cell: str) -> tuple[Tensor, Tensor]:
+    d_p = _record_major(kept, _CELLS[cell].inputs * c.shape[-1])
+    return d_p, _record_major(kept, 0 if projection is None else h.shape[-1])
 
 
 def _record_major(like: Tensor, size: int) -> Tensor:
-    """An empty [T, B, size] for a [T, B, ...]; in memory [B, T, size], as the layers before and after have it."""
-    T, B = like.shape[:2]
-    return like.new_empty(B, T, size).transpose(0, 1)
+    """An empty [T, ..., size] for a [T, ..., _]; in memory [..., T, size], as the layers before and after have it."""
+    return like.new_empty(*like.shape[1:-1], len(like), size).movedim(-2, 0)
 
 
-def recurrent_layer(
-    cell: type[Cell],
-    recurrence: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    input: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    weights: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
-    """A recurrent layer, with the arguments and results of torch.lstm, gru, rnn_tanh and rnn_relu.
+def _by_step(steps: Tensor, like: Tensor) -> list[Parts]:
+    return [*zip(*(part.unbind() for part in steps.split(like.shape[-1], -1)), strict=True)]
 
-    Args:
-        recurrence: (p [T, N, G·H], h, c, weight, bias, cell, reverse) -> every h, the last h, the last c.
-    """
+
+def _add_product(base: Tensor | None, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    if base is None:
+        return torch.matmul(a, b, out=out)
+    return torch.addmm(base, a, b, out=out) if b.dim() == 2 else torch.add(base, a @ b, out=out)
+
+
+def _over_records(operator: Any, weights: range) -> None:
+    """How vmap maps an operator over records: as one batch of theirs, or, where weights differ, as one for each."""
+
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Parts, tuple[int, ...]]:
+        apart, given = any(in_dims[k] is not None for k in weights), [*args]
+        for k, (t, dim) in enumerate(zip(args, in_dims, strict=True)):
+            if isinstance(t, Tensor) and (apart or k not in weights):
+                each = t.expand(info.batch_size, *t.shape).movedim(0, -3) if dim is None else t.movedim(dim, -3)
+                given[k] = each if apart else each.flatten(-3, -2)
+        found = operator(*given)
+        found = found if apart else [t.unflatten(-2, (info.batch_size, t.shape[-2] // info.batch_size)) for t in found]
+        return tuple(found), tuple(t.dim() - 3 for t in found)
+
+    operator.register_vmap(rule)
+
+
+_over_records(_steps, weights=range(3, 5))
+_over_records(_steps_backward, weights=range(7, 9))
+
+
+class _Recurrence(torch.autograd.Function):
+    """A cell through time: every h [T, N, H], and the last h and c [N, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, h: Tensor, c: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        outputs, kept = _steps(p, h, c, *others)
+        *weights, cell, ctx.reverse = others
+        ctx.save_for_backward(outputs, kept, h, c, *weights)
+        ctx.cell, last = cell, 0 if ctx.reverse else -1
+        return outputs, outputs[last].clone(), kept[last][..., -c.shape[-1] :].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple:
+        outputs, kept, h, _, weight, projection = ctx.saved_tensors
+        d_p, dh, dc, d_projected = _steps_backward(*gradients, *ctx.saved_tensors, ctx.cell, ctx.reverse)
+        before = torch.cat([outputs[1:], h[None]] if ctx.reverse else [h[None], outputs[:-1]])
+        d_weight = _products(d_p[..., : len(weight)], before)
+        d_projection = None
+        if projection is not None:
+            *_, o, tanh_c, _ = kept.chunk(6, -1)
+            d_projection = _products(d_projected, o * tanh_c)
+        return d_p, dh, dc, d_weight, d_projection, None, None
+
+
+def _products(g: Tensor, x: Tensor) -> Tensor:
+    """Σ g ⊗ x over all positions."""
+    return g.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+_FUNCTIONS: dict[Any, str] = {getattr(place, name): name for place in (torch, torch.ops.aten) for name in _CELLS}
+
+
+class RecurrentLayersAsOperators(TorchFunctionMode):
+    """While it is active, recurrent layers of sequences that are not packed run as operators."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        cell = _FUNCTIONS.get(getattr(func, "overloadpacket", func))
+        if cell is None or (isinstance(args[1], Tensor) and args[1].dim() == 1):  # batch sizes of a packed sequence
+            return func(*args, **(kwargs or {}))
+        return _layer(cell, *args, **(kwargs or {}))
+
+
+def _layer(
+    cell: str, input: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Parts:  # fmt: skip
+    """A recurrent layer, with the arguments and results of torch.lstm, gru, rnn_tanh and rnn_relu."""
     x = input.transpose(0, 1) if batch_first else input
-    h0, c0 = hx if not isinstance(hx, Tensor) else (hx, hx)
+    h0, c0 = hx if cell == "lstm" else (hx, torch.zeros_like(hx))
     each = len(weights) // (num_layers * (2 if bidirectional else 1))
-    ends: list[tuple[Tensor, Tensor]] = []
+    ends: list[list[Tensor]] = []
     for layer in range(num_layers):
         directions = []
         for reverse in (False, True) if bidirectional else (False,):
             k = len(ends)
             w_ih, w_hh, *others = weights[each * k : each * (k + 1)]
-            b_ih, b_hh = others[:2] if has_biases else (None, None)
-            p = F.linear(x, w_ih, b_ih)
-            if each % 2:
-                outputs, h, c = _projected_lstm(p, h0[k], c0[k], w_hh, b_hh, others[-1], reverse)
-            else:
-                outputs, h, c = recurrence(p, h0[k], c0[k], w_hh, b_hh, cell, reverse)
+            p = _inputs(cell, x, w_ih, *(others[:2] if has_biases else ()))
+            h, c, *weights_of_h = (t.to(p.dtype) for t in (h0[k], c0[k], w_hh, *others[2 * has_biases :]))
+            outputs, *end = _Recurrence.apply(p, h, c, *[*weights_of_h, None][:2], cell, reverse)
             directions.append(outputs)
-            ends.append((h, c))
+            ends.append(end)
         x = torch.cat(directions, -1) if bidirectional else directions[0]
         if layer < num_layers - 1:
             x = F.dropout(x, dropout, train)
-    x = x.contiguous() if x.shape[1] > 1 else x  # PyTorch's memory layout, which .view needs
-    output = x.transpose(0, 1) if batch_first else x
-    states = [torch.stack(part) for part in zip(*ends, strict=True)]
-    return (output, *states) if cell is Lstm else (output, states[0])
+    x = x.clone(memory_format=torch.contiguous_format)  # PyTorch's layout; and the step may write to it
+    states = [torch.stack(part) for part in zip(*ends, strict=True)][: 2 if cell == "lstm" else 1]
+    return (x.transpose(0, 1) if batch_first else x, *states)
 
 
-def _projected_lstm(
-    p: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """An LSTM whose state is a projection (Sak et al. 2014)."""
-    outputs: dict[int, Tensor] = {}
-    for t in range(len(p))[:: -1 if reverse else 1]:
-        h, c = lstm_step(p[t], F.linear(h, w_hh, b_hh), h, c)
-        h = outputs[t] = F.linear(h, w_hr)
-    return torch.stack([outputs[t] for t in range(len(p))]), h, c
+def _inputs(cell: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Tensor:
+    """p [T, N, ...]. A GRU's has b_n in addition, since its gate r multiplies W_n h + b_n."""
+    if cell != "gru":
+        return F.linear(x, w_ih, None if b_ih is None or b_hh is None else b_ih + b_hh)
+    sizes = [len(w_ih) // 3 * k for k in (2, 1)]
+    b_rz, b_n = x.new_zeros(len(w_ih)).split(sizes) if b_hh is None else b_hh.split(sizes)
+    bias = None if b_ih is None else b_ih + F.pad(b_rz, (0, sizes[1]))
+    rz, n = F.linear(x, w_ih, bias).split(sizes, -1)
+    return torch.cat([rz, b_n.to(n.dtype).expand_as(n), n], -1)

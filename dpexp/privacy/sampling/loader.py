@@ -193,10 +193,10 @@ class RoundSampler(Sampler[list[Any]]):
         """The number of rounds at the end of the current epoch; no round is lost between epochs."""
         return min(self.policy_at(0).rounds(self._epoch(self.completed)), self.rounds)
 
-    def last_position(self) -> tuple[int, int]:
-        """The last round's epoch, and its position there, counted from 0."""
-        before = self._epoch(self.rounds - 1) - 1
-        return before, self.rounds - 1 - (self.policy_at(0).rounds(before) if before else 0)
+    def place(self, t: int) -> tuple[int, int]:
+        """A round's epoch, and its position there, counted from 0."""
+        before = self._epoch(t) - 1
+        return before, t - (self.policy_at(0).rounds(before) if before else 0)
 
     def _epoch(self, t: int) -> int:
         """The epoch of a round, counted from 1."""

@@ -1,0 +1,221 @@
+"""Reads the factors of per-example gradients off the graph of one record.
+
+Autograd computes the gradient of a matrix by `mm`, Σ_t g_t ⊗ x_t over positions, that of a convolution by
+`convolution_backward`, and that of an embedding by adding rows to a table. Such an operator's inputs, of all records, give
+norms and weighted sums without the gradients themselves. What is not recognized is stored for each record.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from dpexp.privacy.gradients.layer_gradients import (
+    ConvolutionGradient,
+    DenseGradient,
+    EmbeddingGradient,
+    LayerGradient,
+    outer_products,
+    worth_storing,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Use:
+    """One of the terms that a parameter's gradient is the sum of.
+
+    Attributes:
+        factors: nodes of the graph of one record.
+        gradient: the factors of B records, [B, ...] -> the term's `LayerGradient`.
+    """
+
+    factors: list[fx.Node]
+    gradient: Callable[..., LayerGradient]
+
+    @classmethod
+    def stored(cls, node: fx.Node) -> "Use":
+        return cls([node], DenseGradient)
+
+
+def uses_of(node: fx.Node, of_records: set[fx.Node]) -> list[Use]:
+    """The terms of the gradient `node`; `of_records`: nodes that depend on the record."""
+    uses = [_use(leaf, views, shape_of(node), of_records) for leaf, views in _terms(node, [])]
+    return [Use.stored(node)] if None in uses else uses  # type: ignore[return-value]
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    return node.meta["val"].shape
+
+
+def _terms(node: fx.Node, views: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
+    """Its summands, each with the views and casts that follow it, the last one first."""
+    args = node.args
+    if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in args):
+        if all(shape_of(a) == shape_of(node) for a in args):  # type: ignore[arg-type]
+            return [term for a in args for term in _terms(a, views)]  # type: ignore[arg-type]
+    if node.target in _VIEWS:
+        return _terms(args[0], [*views, node])  # type: ignore[arg-type]
+    return [(node, views)]
+
+
+_CASTS = {aten.clone.default, aten._to_copy.default}
+_VIEWS = _CASTS | {
+    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.transpose.int,
+    aten.permute.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
+}  # fmt: skip
+
+
+def _is_transposed(matrix: tuple[int, ...], views: list[fx.Node], shape: torch.Size) -> bool | None:
+    """Whether views turn a matrix into its transpose; False: they keep the order of its entries; None: neither."""
+    t = torch.empty(matrix, device="meta")
+    try:
+        for node in reversed(views):
+            t = t if node.target in _CASTS else node.target(t, *node.args[1:])  # type: ignore[operator]
+    except RuntimeError:
+        return None
+    if t.shape != shape:
+        return None
+    if t.is_contiguous():
+        return False
+    return True if t.dim() == 2 and t.T.is_contiguous() else None
+
+
+def _use(leaf: fx.Node, views: list[fx.Node], shape: torch.Size, of_records: set[fx.Node]) -> Use | None:
+    read = _READERS.get(leaf.target)
+    found = None if read is None else read(leaf, views, shape)
+    return found if found is None or not of_records.isdisjoint(found.factors) else None
+
+
+def _mm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
+    """[p, T] @ [T, d]."""
+    g, x = leaf.args
+    turned = _is_transposed(shape_of(leaf), views, shape)
+    if turned is None:
+        return None
+    if turned:
+        return Use([x, g], lambda x, g: outer_products(g.transpose(1, 2), x))  # type: ignore[list-item]
+    return Use([g, x], lambda g, x: outer_products(x, g.transpose(1, 2)))  # type: ignore[list-item]
+
+
+def _bmm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
+    """[1, p, T] @ [1, T, d]."""
+    g, x = leaf.args
+    if shape_of(leaf)[0] != 1:
+        return None
+    return _products_of_batches(g, x, _is_transposed(shape_of(leaf), views, shape))
+
+
+def _sum(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
+    """The sum over n of [n, p, T] @ [n, T, d]."""
+    of, dims = leaf.args[:2]
+    if not (isinstance(of, fx.Node) and of.target is aten.bmm.default and [*dims] == [0]):  # type: ignore[misc]
+        return None
+    return _products_of_batches(*of.args, _is_transposed(shape_of(leaf)[-2:], views, shape))  # type: ignore[arg-type]
+
+
+def _products_of_batches(g: Any, x: Any, turned: bool | None) -> Use | None:
+    if turned is None:
+        return None
+
+    def gradient(g: Tensor, x: Tensor) -> LayerGradient:
+        rows, columns = x.flatten(1, 2), g.transpose(2, 3).flatten(1, 2)
+        return outer_products(columns, rows) if turned else outer_products(rows, columns)
+
+    return Use([g, x], gradient)
+
+
+def _embedding(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
+    g, index, rows, padding, scale_by_frequency = leaf.args
+    if views or scale_by_frequency:
+        return None
+
+    def gradient(g: Tensor, index: Tensor) -> LayerGradient:
+        index, g = index.reshape(len(index), -1), g.reshape(len(g), -1, g.shape[-1])
+        g = g if padding < 0 else torch.where((index == padding)[..., None], 0, g)  # type: ignore[operator]
+        return EmbeddingGradient(index, g, rows)  # type: ignore[arg-type]
+
+    return Use([g, index], gradient)  # type: ignore[list-item]
+
+
+def _added_rows(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
+    """Rows that are added to a table of zeros, as by the backward pass of table[index]."""
+    if leaf.target is aten.index_add.default:
+        table, dim, index, g = leaf.args[:4]
+        fits = dim == 0 and not leaf.kwargs
+    else:
+        table, (index, *others), g, *accumulate = leaf.args  # type: ignore[misc]
+        fits = not others and accumulate[:1] == [True]
+    zeros = table.target in _ZEROS  # type: ignore[union-attr]
+    if views or not fits or not zeros or len(shape) != 2 or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
+        return None
+
+    def gradient(g: Tensor, index: Tensor) -> LayerGradient:
+        index = torch.where(index < 0, index + shape[0], index)
+        return EmbeddingGradient(index.reshape(len(index), -1), g.reshape(len(g), -1, shape[1]), shape[0])
+
+    return Use([g, index], gradient)  # type: ignore[list-item]
+
+
+_ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.full.default}
+
+
+def _convolution(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
+    backward, k = leaf.args
+    if backward.target is not aten.convolution_backward.default or k != 1:  # type: ignore[union-attr]
+        return None
+    g, x, weight, _, *geometry, _ = backward.args  # type: ignore[union-attr]
+    if any(node.target not in _CASTS for node in views) or shape_of(weight) != shape:
+        return None
+    return Use([g, x], lambda g, x: _convolution_gradient(g, x, shape, tuple(geometry)))
+
+
+def _convolution_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: tuple) -> LayerGradient:
+    """
+    Args:
+        g: [B, N, p, *space].
+        x: [B, N, d, *space], with the N images that one record may have.
+        geometry: stride, padding, dilation, transposed, output_padding, groups.
+    """
+    stride, padding, dilation, transposed, _, groups = geometry
+    space = len(shape) - 2
+    stride, padding, dilation = ((*v,) * space if len(v) == 1 else (*v,) for v in (stride, padding, dilation))
+
+    def weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+        weight = x.new_empty(()).expand(shape)
+        return aten.convolution_backward(g, x, weight, None, *geometry, (False, True, False))[1]
+
+    def unfold(x: Tensor) -> Tensor:
+        """[B, N, d, H, W] -> [B, T, k·d], with channels last.
+
+        F.unfold would copy single entries, into a layout in which products are slow (measured: 2 to 20 times as long).
+        """
+        (h, w), (kernel_h, kernel_w) = padding, shape[2:]
+        padded = nn.functional.pad(x.flatten(0, 1).movedim(1, -1), (0, 0, w, w, h, h)).contiguous()
+        windows = padded.unfold(1, dilation[0] * (kernel_h - 1) + 1, stride[0])[..., :: dilation[0]]
+        windows = windows.unfold(2, dilation[1] * (kernel_w - 1) + 1, stride[1])[..., :: dilation[1]]
+        return windows.movedim(3, -1).reshape(len(x), -1, math.prod(shape[1:]))
+
+    positions, p, d = g.shape[1] * math.prod(g.shape[3:]), shape[0], math.prod(shape[1:])
+    gram = space == 2 and groups == 1 and not transposed and positions * (d + p) < d * p
+    if gram or (positions < 64 and not worth_storing(math.prod(shape))):
+        terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
+        return ConvolutionGradient(x, g, weight_gradient, unfold if gram else None, shape, terms)
+    return DenseGradient(torch.func.vmap(weight_gradient)(x, g))
+
+
+_READERS: dict[Any, Callable[[fx.Node, list[fx.Node], torch.Size], Use | None]] = {
+    aten.mm.default: _mm,
+    aten.bmm.default: _bmm,
+    aten.sum.dim_IntList: _sum,
+    aten.embedding_dense_backward.default: _embedding,
+    aten.index_put.default: _added_rows,
+    aten._unsafe_index_put.default: _added_rows,
+    aten.index_add.default: _added_rows,
+    operator.getitem: _convolution,
+}

@@ -1,0 +1,239 @@
+"""Lifts the graph of one record over the records of a chunk, by torch.func.vmap."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dpexp._torch_compat import batch_dim, batched, is_batched, level_of, unbatched
+from dpexp.privacy.gradients.factors import Use, shape_of, uses_of
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
+from dpexp.privacy.gradients.one_record import NotTraceable, OneRecord
+from dpexp.privacy.gradients.per_example import ChunkGradients
+
+aten = torch.ops.aten
+
+
+class Lifted:
+    """The per-example gradients of a chunk, by the graph of one record.
+
+    Attributes:
+        inputs: parameters and buffers.
+        draws: whether it draws random numbers.
+        stored: names of the parameters whose gradients are stored for each record.
+        smallest_range: the smallest number of rows or classes that the records' indices select from; None: no indices.
+    """
+
+    def __init__(self, one: OneRecord) -> None:
+        self.inputs, self.draws, self._values = one.inputs, one.draws, one.values
+        graph, num_state = fx.Graph(), len(one.inputs.names())
+        (returned,) = _copied(one.graph.graph, graph)
+        of_records = _of_records(graph, num_state)
+        _check_rules(of_records)
+        self.smallest_range, in_range = _check_ranges(graph, of_records)
+        loss, *others = returned
+        self._uses = {
+            name: uses_of(node, of_records) for name, node in zip(one.used, others[: len(one.used)], strict=True)
+        }
+        self.stored = [name for name, uses in self._uses.items() if any(use.gradient is DenseGradient for use in uses)]
+        factors = {node: None for uses in self._uses.values() for use in uses for node in use.factors}
+        self._outputs = [loss, *in_range, *others[len(one.used) :], *factors]
+        self._has_ranges = bool(in_range)
+        graph.output([*self._outputs])
+        graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.target = JOINED.get(node.target, node.target)
+        self._run = fx.GraphModule(one.graph, graph)
+        self._in_dims = (*[None] * num_state, *[0] * (len([n for n in graph.nodes if n.op == "placeholder"]) - num_state))
+
+    def __call__(self, state: Sequence[Tensor], records: Sequence[Tensor]) -> ChunkGradients:
+        """
+        Args:
+            state: parameters and buffers.
+            records: tensors [B, ...].
+        """
+        run = torch.func.vmap(lambda *inputs: tuple(self._run(*inputs)), self._in_dims, randomness="different")
+        found = dict(zip(self._outputs, run(*state, *records), strict=True))
+        loss, *rest = self._outputs
+        losses, start = found[loss], int(self._has_ranges)
+        in_range = found[rest[0]] if self._has_ranges else torch.ones_like(losses, dtype=torch.bool)
+        gradients: dict[str, LayerGradient] = {
+            name: merge([use.gradient(*(_at_least_float32(found[f]) for f in use.factors)) for use in uses])
+            for name, uses in self._uses.items()
+        }
+        for key, node in zip(self._values, rest[start:], strict=False):
+            gradients[key] = DenseGradient(found[node])
+        return ChunkGradients(gradients, losses, in_range)
+
+
+def _copied(graph: fx.Graph, into: fx.Graph) -> list[list[fx.Node]]:
+    """Copies a graph but for its output, whose arguments are returned."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            return [[copies[of] for of in node.args[0]]]
+        copies[node] = into.node_copy(node, copies.__getitem__)
+    raise AssertionError("a graph has an output")
+
+
+def _of_records(graph: fx.Graph, num_state: int) -> set[fx.Node]:
+    """The nodes that depend on the record, or on random numbers, which are drawn for each record."""
+    found: set[fx.Node] = set()
+    for k, node in enumerate(graph.nodes):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if (node.op == "placeholder" and k >= num_state) or random or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _at_least_float32(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(torch.float32, t.dtype)) if t.is_floating_point() else t
+
+
+# ---- operators that vmap gets wrong ----------------------------------------------------------------------------------
+
+# Found by comparing all operators that PyTorch 2.13's own tests list, under vmap and one record at a time.
+_WRONG = {
+    "index_fill", "index_fill_",  # an index that is negative or out of range writes to other records
+    "select_scatter", "as_strided_scatter", "as_strided",
+    "segment_reduce",  # writes outside of its memory
+    "linalg_lstsq",  # one matrix without full rank empties the residuals of all
+    "quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel",  # the first record's scale for all
+}  # fmt: skip
+_WRONG_OVER_ALL = {aten.median.default, aten.nanmedian.default}
+
+
+def _check_rules(of_records: set[fx.Node]) -> None:
+    """Raises NotTraceable: vmap is wrong for an operator."""
+    for node in of_records:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if name in _WRONG or node.target in _WRONG_OVER_ALL:
+            raise NotTraceable(f"PyTorch's vmap gets {name} wrong")
+
+
+# ---- indices and labels out of range ---------------------------------------------------------------------------------
+
+Ranges = list[tuple[fx.Node, int, int, int | None]]  # (indices, low, high, a value that is always valid)
+
+
+def _of_table(table: fx.Node, dim: int, index: fx.Node) -> Ranges:
+    return [(index, 0, shape_of(table)[dim] if shape_of(table) else 1, None)]
+
+
+def _of_dimensions(x: fx.Node, indices: Sequence[fx.Node | None], *_: Any) -> Ranges:
+    return [
+        (index, -size, size, None)
+        for index, size in zip(indices, shape_of(x), strict=False)
+        if index is not None and index.meta["val"].dtype != torch.bool
+    ]
+
+
+_RANGES: dict[Any, Callable[..., Ranges]] = {
+    aten.embedding.default: lambda table, index, *_: _of_table(table, 0, index),
+    aten.gather.default: lambda x, dim, index, **_: _of_table(x, dim, index),
+    aten.index_select.default: _of_table,
+    aten.index.Tensor: _of_dimensions,
+    aten.index_put.default: _of_dimensions,
+    aten.index_add.default: lambda x, dim, index, *_, **__: _of_table(x, dim, index),
+    aten.scatter.src: lambda x, dim, index, *_: _of_table(x, dim, index),
+    aten.scatter.value: lambda x, dim, index, *_: _of_table(x, dim, index),
+    aten.scatter_add.default: lambda x, dim, index, *_: _of_table(x, dim, index),
+    aten.nll_loss_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[-1], ignored)],
+    aten.nll_loss2d_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[1], ignored)],
+}
+
+
+def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None, list[fx.Node]]:
+    """Replaces indices out of range by 0; returns the smallest range, and a node that says whether there were none.
+
+    An operator would otherwise refuse all records of a chunk, or read memory outside of its table.
+    """
+    ranges: dict[fx.Node, set[tuple[int, int, int | None]]] = defaultdict(set)
+    for node in graph.nodes:
+        for index, *limits in _RANGES[node.target](*node.args, **node.kwargs) if node.target in _RANGES else ():
+            if index in of_records:
+                ranges[index].add(tuple(limits))
+    valid: list[fx.Node] = []
+    *_, last = (node for node in graph.nodes if node.op == "placeholder")
+
+    def call(function: Any, *args: Any) -> fx.Node:
+        of_records.add(node := graph.call_function(function, args))
+        return node
+
+    for index, limits_of_index in ranges.items():
+        users = [*index.users]
+        with graph.inserting_before((last if index.op == "placeholder" else index).next):
+            fits = None
+            for low, high, ignored in sorted(limits_of_index, key=str):
+                one = call(aten.logical_and.default, call(aten.ge.Scalar, index, low), call(aten.lt.Scalar, index, high))
+                one = one if ignored is None else call(aten.logical_or.default, one, call(aten.eq.Scalar, index, ignored))
+                fits = one if fits is None else call(aten.logical_and.default, fits, one)
+            safe = call(aten.where.ScalarOther, fits, index, 0)
+            valid.append(call(aten.all.default, fits))
+        safe.meta = dict(index.meta)
+        for user in users:
+            user.replace_input_with(index, safe)
+    while len(valid) > 1:
+        valid[:2] = [call(aten.logical_and.default, valid[0], valid[1])]
+    sizes = [high for limits in ranges.values() for _, high, _ in limits if high > 1]
+    return min(sizes, default=None), valid
+
+
+# ---- operators whose first dimension is a batch ----------------------------------------------------------------------
+
+
+class Joined:
+    """Runs an operator on all records at once by joining their batches, for which vmap has no rule or a slow one.
+
+    Args:
+        joined: the arguments whose first dimension is joined; if others differ between records, vmap's rule is used.
+        spread: whether those that are the same for all records are copied for each; else vmap's rule is used.
+        count: the position of an argument that counts the joined dimension.
+    """
+
+    def __init__(self, op: Any, joined: tuple, spread: bool = False, count: int | None = None) -> None:
+        self._op, self._joined, self._spread, self._count = op, {*joined}, spread, count
+        self.__name__ = f"joined_{op.__name__.replace('.', '_')}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
+        tensors = {k: a for k, a in given.items() if isinstance(a, Tensor)}
+        differ = {k: a for k, a in tensors.items() if is_batched(a)}
+        fits = differ and differ.keys() <= self._joined and (self._spread or differ.keys() == self._joined)
+        if not fits or (self._op is _GROUP_NORM_BACKWARD and not args[-1][0]):
+            return self._op(*args, **kwargs)
+        one = next(iter(differ.values()))
+        level, rows, count = level_of(one), unbatched(one).shape[batch_dim(one)], len(args[min(self._joined, key=str)])
+        for k in tensors.keys() & self._joined:
+            shared = k not in differ
+            a = given[k][None] if shared else unbatched(given[k]).movedim(batch_dim(given[k]), 0)
+            if k == "attn_mask":
+                a = a.reshape(len(a), *(1,) * (5 - a.dim()), *a.shape[1:])
+                if shared and a.shape[1] == 1:  # it is broadcast
+                    given[k] = a[0]
+                    continue
+                a = a.expand(len(a), count, *a.shape[2:])
+            given[k] = a.expand(rows, *a.shape[1:]).flatten(0, 1)
+        if self._count is not None:
+            given[self._count] *= rows
+        found = self._op(*(given[k] for k in range(len(args))), **{k: given[k] for k in kwargs})
+        each = found if isinstance(found, tuple) else (found,)
+        split = tuple(None if t is None else batched(t.unflatten(0, (rows, -1)), 0, level) for t in each)
+        return split if isinstance(found, tuple) else split[0]
+
+
+_GROUP_NORM_BACKWARD = aten.native_group_norm_backward.default
+JOINED: dict[Any, Any] = {
+    op: Joined(op, *how)
+    for op, *how in (
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (0, 1, 2, "attn_mask"), True),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (*range(6), "attn_mask"), True),
+        (aten.addmm.default, (1,)),
+        (aten.native_group_norm.default, (0,), False, 3),
+        (_GROUP_NORM_BACKWARD, (0, 1, 2, 3), False, 5),  # of the input alone
+    )
+}

@@ -1,0 +1,445 @@
+"""The gradient of one record as a graph of PyTorch's operators.
+
+The training step is traced on a throwaway copy of the module, on fake tensors, for one record, by ordinary autograd:
+(parameters and buffers, record, torch's random numbers) -> (loss, gradients, values for release). The function that is
+traced has seen one record and no numbers: fake tensors have shapes and types alone. What the step keeps lands in the
+copy. The rounds run operators of this graph, and no Python of the user's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from dpexp._torch_compat import (
+    CHECKS_ERRORS,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    arguments_of,
+    decompositions_of,
+    distributions_unchecked,
+    own_tensors,
+    proxy_tensor,
+    quick_tracing,
+    tree_unflatten,
+    without_mkldnn,
+)
+from dpexp.errors import ConfigError, RecordError
+from dpexp.privacy.gradients.branches import DATA_READS, read_value
+from dpexp.privacy.gradients.chunk import Chunk, LossOf
+from dpexp.privacy.gradients.norms import full_precision
+from dpexp.privacy.gradients.per_example import ONE_LOSS, no_seeds, python_random_states, refuse_other_parameters
+from dpexp.privacy.normalization import spectral_norms_fixed
+from dpexp.privacy.private_metrics import Values
+from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
+from dpexp.privacy.state_checks import KEEPS_STATE, digest
+
+aten = torch.ops.aten
+
+
+class NotTraceable(Exception):
+    """The step cannot be traced and proved. The message says why."""
+
+
+class Inputs:
+    """The parameters and buffers that a step reads: the module's, and those of networks outside of it.
+
+    They are looked up by (module, name) each time, since a hook may replace a tensor.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        places: dict[int, tuple[dict, str, str]] = {}
+        for k, module in enumerate(modules):
+            for prefix, layer in module.named_modules(prefix=f"{type(module).__name__}" if k else ""):
+                for owner in own_tensors(layer):
+                    for key, tensor in owner.items():
+                        if tensor is not None:
+                            places.setdefault(id(tensor), (owner, key, f"{prefix}.{key}" if prefix else key))
+        self._places = [*places.values()]
+        self._owners = [owner for module in modules for layer in module.modules() for owner in own_tensors(layer)]
+
+    def tensors(self) -> list[Tensor]:
+        return [owner[key] for owner, key, _ in self._places]
+
+    def perturbed(self) -> list[Tensor]:
+        """The same, with noise on trainable parameters, so that no parameter is exactly zero."""
+        generator = torch.Generator().manual_seed(0)
+        return [
+            t + (1e-3 * (1 + t.detach().abs()) * torch.randn(t.shape, generator=generator).to(t)).to(t)
+            if isinstance(t, nn.Parameter) and t.requires_grad and t.is_floating_point()
+            else t
+            for t in self.tensors()
+        ]
+
+    def names(self) -> list[str]:
+        return [name for *_, name in self._places]
+
+    def specs(self) -> list[tuple]:
+        """(shape, dtype, device) of each, on which a graph relies."""
+        return [(t.shape, t.dtype, t.device) for t in self.tensors()]
+
+    @contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Replaces them in the block, wherever they are registered."""
+        new = {id(old): t for old, t in zip(self.tensors(), tensors, strict=True)}
+        before = [(owner, dict(owner)) for owner in self._owners]
+        try:
+            for owner, _ in before:
+                owner.update({key: new.get(id(t), t) for key, t in owner.items()})
+            yield
+        finally:
+            for owner, content in before:
+                owner.clear()
+                owner.update(content)
+
+
+@dataclass
+class OneRecord:
+    """The traced gradient of one record.
+
+    Attributes:
+        graph: (parameters and buffers, the record's tensors) -> loss, gradients of `used`, `values`.
+        inputs: the parameters and buffers.
+        specs: of `inputs` when traced.
+        used: names of the parameters that have a gradient.
+        values: keys of the values for release.
+        attributes: of the module when traced (`module_copy.attributes`).
+        kept: names of those that the step set on its copy of the module.
+    """
+
+    graph: fx.GraphModule
+    inputs: Inputs
+    specs: list[tuple]
+    used: list[str]
+    values: list[str]
+    attributes: dict[str, Any]
+    kept: list[str]
+
+    @cached_property
+    def text(self) -> str:
+        """Its code; equal code with equal constants computes the same."""
+        return f"{self.graph.code} {self.inputs.names()} {self.used} {self.values}"
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in self.graph.graph.nodes)
+
+    @cached_property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that the graph holds."""
+        names = [str(node.target) for node in self.graph.graph.nodes if node.op == "get_attr"]
+        return {name: getattr(self.graph, name) for name in names}
+
+    @cached_property
+    def literals(self) -> set[str]:
+        """Names of the constants that are literals in the code, as in torch.tensor([0.5, 2.0])."""
+        lifted = [node.args[0] for node in self.graph.graph.nodes if "lift_fresh" in str(node.target)]
+        names = {str(node.target) for node in lifted if isinstance(node, fx.Node)}
+        return {name for name in names if name in self.constants and self.constants[name].numel() <= _MAX_LITERAL}
+
+
+_MAX_LITERAL = 64  # entries of a constant that counts as a literal in the code
+
+
+def difference(some: OneRecord, other: OneRecord) -> str | None:
+    """The first line of code or constant in which two traces differ; None: they are equal."""
+    if some.text != other.text:
+        lines = zip(some.text.splitlines(), other.text.splitlines(), strict=False)
+        return next((b.strip()[:150] for a, b in lines if a != b), "its length")
+    for (name, a), b in zip(some.constants.items(), other.constants.values(), strict=True):
+        if a.data_ptr() != b.data_ptr() and digest(a) != digest(b):
+            return f"the tensor {name} {tuple(a.shape)}"
+    return None
+
+
+def trace_one(
+    loss_of: LossOf, module: nn.Module, parameters: dict[str, Tensor], chunk: Chunk, values: Values
+) -> OneRecord:
+    """Traces the step for one record of a chunk's shapes and types; its numbers are not read.
+
+    Raises:
+        NotTraceable: the step is not a function of operators alone, such as one that branches on a record's values.
+        ConfigError: the step keeps state of a record that it reads again.
+    """
+    outside: list[nn.Module] = []
+    while True:
+        tracing = _Tracing(loss_of, module, parameters, chunk, values, outside)
+        one = tracing.run()
+        if not tracing.found:
+            break
+        outside += tracing.found
+    if one.kept:
+        again = None
+        with suppress(Exception):
+            again = tracing.run()
+        buffers = [name for name in one.kept if name.startswith(_BUFFER)]
+        if buffers or again is None or difference(one, again) is not None:
+            what = f"training_step sets {', '.join(buffers or one.kept)}, which it may read for the next record"
+            raise ConfigError(KEEPS_STATE.format(what=what))
+    return one
+
+
+_BUFFER = "the buffer "
+
+
+class _Tracing:
+    """Traces a step on one copy of its module, once or twice.
+
+    Attributes:
+        found: networks outside of the module that the step was found to call.
+        kept: attributes of the copy that the step set, with a value that may depend on the record or on itself.
+    """
+
+    def __init__(
+        self, loss_of: LossOf, module: nn.Module, parameters: dict[str, Tensor], chunk: Chunk, values: Values,
+        outside: list[nn.Module],
+    ) -> None:  # fmt: skip
+        self._loss_of, self._module, self._chunk, self._values = loss_of, module, chunk, values
+        self._inputs, self._outside = Inputs([module, *outside]), outside
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        real = self._inputs.tensors()
+        self._state = [self._fake.from_tensor(t, static_shapes=True) for t in real]
+        fakes = {id(t): fake for t, fake in zip(real, self._state, strict=True)}
+        self._parameters = {name: fakes[id(p)] for name, p in parameters.items()}
+        some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
+        self._record = [t.clone().requires_grad_(trained) for t, trained in some]
+        with self._inputs.replaced(self._state):
+            self._copy = copy_of(module)
+        self.found: list[nn.Module] = []
+        self.kept: list[str] = []
+
+    def run(self) -> OneRecord:
+        mode, python_random = _Reads(), python_random_states()
+        buffers = [owner for layer in self._copy.modules() for owner in own_tensors(layer)]
+        before, held = attributes(self._copy), [dict(owner) for owner in buffers]
+        names: list[list[str]] = [[], [], []]
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            given = iter(tensors[len(self._state) :])
+            leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._chunk.leaves]
+            with (
+                self._inputs.replaced(self._state), spectral_norms_fixed(self._copy), self._values.marked() as released,
+                _modules_seen({*self._copy.modules(), *self._module.modules(), *self._outside}, self.found),
+            ):  # fmt: skip
+                with mode:
+                    loss = self._loss_of(self._copy, tree_unflatten(leaves, self._chunk.structure))
+                if loss.dim():
+                    raise RecordError(ONE_LOSS)
+                refuse_other_parameters(loss, self._parameters)
+                if loss.requires_grad:
+                    with full_precision(loss.device), mode:
+                        loss.backward()
+                values = released()
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            for p in self._parameters.values():
+                p.grad = None
+            kept = self._kept(before, [*zip(buffers, held, strict=True)])
+            tensors = {name: t for name, t in kept.items() if isinstance(t, FakeTensor)}
+            names[:] = [*gradients], [*values], [*tensors]
+            self.kept = [name for name in kept if name not in tensors and not isinstance(kept[name], Tensor)]
+            return [loss.detach(), *gradients.values(), *values.values(), *tensors.values()]
+
+        with (
+            self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_seeds(), torch.enable_grad(),
+            no_subclasses(), torch.compiler.set_stance("force_eager"),
+        ):  # fmt: skip
+            graph = proxy_tensor.make_fx(flat)(*self._state, *self._record)
+        if mode.error is not None:
+            raise NotTraceable("training_step catches an error, which may concern only some records") from mode.error
+        if python_random_states() != python_random:
+            raise NotTraceable("training_step draws by Python's or NumPy's generator, once for all records")
+        _check_operators(graph)
+        if _check_writes(graph):
+            inputs = [t.detach() for t in (*self._state, *self._record)]
+            with self._fake, quick_tracing():
+                graph = proxy_tensor.make_fx(torch.func.functionalize(graph, remove="mutations"), _OF_WRITES)(*inputs)
+        self.kept += _depend_on_inputs(graph.graph, names[2])
+        _simplify(graph.graph)
+        _initialise(graph.graph)
+        graph.recompile()
+        one = OneRecord(graph, self._inputs, self._inputs.specs(), *names[:2], attributes(self._module), self.kept)
+        if any(isinstance(t, FakeTensor) for t in one.constants.values()):
+            raise NotTraceable("it reads a tensor that it computed when it was traced before")
+        return one
+
+    def _kept(self, before: dict[str, Any], buffers: list[tuple[dict, dict]]) -> dict[str, Any]:
+        """What the step set in the copy: attributes and buffers."""
+        now = attributes(self._copy)
+        kept = {name: now.get(name) for name in changed(before, now)}
+        for owner, held in buffers:
+            kept |= {f"{_BUFFER}{key}": t for key, t in owner.items() if t is not held.get(key)}
+        return kept
+
+
+def _depend_on_inputs(graph: fx.Graph, names: list[str]) -> list[str]:
+    """Takes the last outputs, of these names, from a graph; returns those that depend on an input or on random numbers,
+    others being caches, which are computed in the graph."""
+    of_inputs: set[fx.Node] = set()
+    for node in graph.nodes:
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "placeholder" or random or not of_inputs.isdisjoint(node.all_input_nodes):
+            of_inputs.add(node)
+    (outputs,) = graph.output_node().args
+    count = len(outputs) - len(names)
+    graph.output_node().args = (outputs[:count],)
+    return [name for name, node in zip(names, outputs[count:], strict=True) if node in of_inputs]
+
+
+class _Reads(TorchFunctionMode):
+    """Gives a number of a record, which a fake tensor does not have, a placeholder that may be logged.
+
+    Attributes:
+        error: the last one that a function of torch raised, even if the caller caught it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        try:
+            if func in DATA_READS and isinstance(args[0], FakeTensor):
+                return read_value(func, args[0])
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.error = error
+            raise
+
+
+@contextmanager
+def _modules_seen(known: set[nn.Module], found: list[nn.Module]) -> Iterator[None]:
+    """Collects modules that are called in the block, hold tensors, and are not known."""
+
+    def note(layer: nn.Module, _: Any) -> None:
+        if layer not in known and any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for owner in own_tensors(layer) for t in owner.values()):
+            found.append(layer)
+            known.update(layer.modules())
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+_ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
+
+
+def _check_operators(graph: fx.GraphModule) -> None:
+    """Raises NotTraceable: an operator may keep state, communicate, or raise an error for some records."""
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        namespace = getattr(node.target, "namespace", None)
+        if node.op != "call_function" or (
+            namespace not in _ALLOWED and getattr(node.target, "__module__", "") != "_operator"
+        ):
+            raise NotTraceable(f"it calls {node.target}, which is not one of PyTorch's operators")
+        if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
+            raise NotTraceable("it draws from a generator of its own")
+        if node.target is CHECKS_ERRORS:
+            raise NotTraceable(
+                f"{node.args[1]} raises an error for some records; {node.args[1]}_ex, if it exists, does not"
+            )
+
+
+def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
+    """The tensors that are written to, through views; raises NotTraceable if the graph did not make one."""
+    origin: dict[fx.Node, fx.Node] = {}
+    written = set()
+    for node in graph.graph.nodes:
+        origin[node] = node
+        if node.op != "call_function":
+            continue
+        arguments = arguments_of(node.target)
+        if not arguments and not isinstance(node.target, OpOverload):  # getitem
+            if node.args and isinstance(node.args[0], fx.Node):
+                origin[node] = origin[node.args[0]]
+            continue
+        for position, argument in enumerate(arguments):
+            if argument.alias_info is None:
+                continue
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if not isinstance(tensor, fx.Node):
+                    continue
+                origin[node] = origin[tensor]
+                if not argument.alias_info.is_write:
+                    continue
+                written.add(origin[tensor])
+                if origin[tensor].op in ("placeholder", "get_attr"):
+                    raise NotTraceable(f"it writes to {origin[tensor].target}, which it did not make ({node.target})")
+    return written
+
+
+# ---- simpler operators -----------------------------------------------------------------------------------------------
+
+# Functional forms of writes through views, for which vmap has no rules.
+_OF_WRITES = {
+    **decompositions_of([aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter]),
+    aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape).clone(),
+}
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether the result is the argument; nothing is written to any more, so that a copy is."""
+    if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
+        return node.args[0].op != "get_attr"
+    if node.target not in (aten.expand.default, aten.clone.default):
+        return False
+    of, made = (n.meta.get("val") for n in (node.args[0], node))
+    return of is not None and (of.shape, of.stride()) == (made.shape, made.stride())
+
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drops detach, and lets backward operators that compute several gradients compute one each."""
+    for node in [*graph.nodes]:
+        if node.op == "call_function" and _is_same(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in (aten.convolution_backward.default, aten.native_group_norm_backward.default):
+            for user in [*node.users]:
+                k = user.args[1]
+                with graph.inserting_before(user):
+                    if k == 2 and node.target is aten.convolution_backward.default:
+                        dims = [0, *range(2, 2 + len(node.args[4]))]
+                        own = graph.call_function(aten.sum.dim_IntList, (node.args[0], dims))
+                        own.meta = dict(user.meta)
+                        user.replace_all_uses_with(own)
+                    else:
+                        own = graph.call_function(node.target, (*node.args[:-1], [k == i for i in range(3)]))
+                        own.meta = dict(node.meta)
+                        user.args = (own, k)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+
+
+_OVERWRITING = {"bernoulli", "cauchy", "exponential", "fill", "geometric", "log_normal", "normal", "random", "uniform"}
+
+
+def _initialise(graph: fx.Graph) -> None:
+    """Zeroes memory that no operator overwrites, since it may hold another record."""
+    for node in [*graph.nodes]:
+        if node.op != "call_function" or not _name(node).removeprefix("new_").startswith("empty"):
+            continue
+        users = [user for user in node.users if not (_name(user) in _OVERWRITING and user.args[0] is node)]
+        if users:
+            with graph.inserting_after(node):
+                zeros = graph.call_function(aten.zero.default, (node,))
+            zeros.meta = dict(node.meta)
+            for user in users:
+                user.replace_input_with(node, zeros)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
