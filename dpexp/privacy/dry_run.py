@@ -2,8 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,8 +16,8 @@ from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import explain
 from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, NoLoss, SyntheticRecords, copied
 from dpexp.privacy.gradients.compiled import seconds
-from dpexp.privacy.gradients.per_example import ONE_LOSS, python_random_states
 from dpexp.privacy.gradients.module_copy import copy_of
+from dpexp.privacy.gradients.per_example import ONE_LOSS, python_random_states
 from dpexp.privacy.gradients.step import TRACED, Settings, Step
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
@@ -26,6 +26,7 @@ from dpexp.privacy.private_metrics import WEIGHT
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.training_data import DataUnread
+
 
 def dry_run(
     step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module, later: Settings, within: Settings

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 

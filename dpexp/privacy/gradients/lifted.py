@@ -1,6 +1,5 @@
 """Lifts the graph of one record over the records of a chunk, by torch.func.vmap."""
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from dpexp._torch_compat import batch_dim, batched, is_batched, level_of, unbatched
-from dpexp.privacy.gradients.factors import Use, shape_of, uses_of
+from dpexp.privacy.gradients.factors import shape_of, uses_of
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.one_record import NotTraceable, OneRecord
 from dpexp.privacy.gradients.per_example import ChunkGradients

@@ -34,11 +34,11 @@ from dpexp._torch_compat import (
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import DATA_READS, read_value
 from dpexp.privacy.gradients.chunk import Chunk, LossOf
+from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ONE_LOSS, no_seeds, python_random_states, refuse_other_parameters
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
-from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
 from dpexp.privacy.state_checks import KEEPS_STATE, digest
 
 aten = torch.ops.aten
