@@ -169,7 +169,7 @@ def copied(dataset: Any) -> Any:
 
 def _copied_part(value: Any) -> Any:
     if type(value) is list:
-        return [copied(one) if isinstance(one, Dataset) else one for one in value]
-    if isinstance(value, Dataset):
+        return [copied(one) if issubclass(type(one), Dataset) else one for one in value]
+    if issubclass(type(value), Dataset):
         return copied(value)
-    return copy.copy(value) if isinstance(value, dict | list | set | deque) else value
+    return copy.copy(value) if issubclass(type(value), dict | list | set | deque) else value

@@ -47,9 +47,9 @@ def tensors_of(dataset: Any) -> Iterator[Tensor | np.ndarray]:
     sets = [dataset]
     for data in sets:
         for part in _entries([data, *getattr(data, "__dict__", {}).values()], 3):
-            if isinstance(part, Tensor | np.ndarray):
+            if issubclass(type(part), Tensor | np.ndarray):  # asks nothing of the part, which may be a proxy
                 yield part
-            elif isinstance(part, Dataset) and not any(part is known for known in sets):
+            elif issubclass(type(part), Dataset) and not any(part is known for known in sets):
                 sets.append(part)
 
 
@@ -57,5 +57,5 @@ def _entries(container: Any, depth: int) -> Iterator[Any]:
     """The entries of a list, tuple or dict, and theirs."""
     for part in container.values() if isinstance(container, dict) else container:
         yield part
-        if depth > 1 and isinstance(part, list | tuple | dict):
+        if depth > 1 and issubclass(type(part), list | tuple | dict):
             yield from _entries(part, depth - 1)
