@@ -16,15 +16,7 @@ from torch.utils.data.dataloader import default_collate
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.sampling.batches import FailedRecord, flattened
-from dpexp.privacy.sampling.fetching import (
-    RecordFetcher,
-    Seeding,
-    attempt,
-    copied,
-    fetching_loader,
-    only_rows,
-    sampled_dataset,
-)
+from dpexp.privacy.sampling.fetching import RecordFetcher, Seeding, attempt, copied, fetching_loader, only_rows
 from dpexp.privacy.sampling.privacy_unit import Units
 from dpexp.privacy.state_checks import bits_of
 
@@ -60,11 +52,9 @@ class StateTest(RecordFetcher):
         """The bits of each record's item, once all are fetched, and of its batch."""
         items = [_seeded(key, self._get, record) for record, key in drawn]
         bits = [item if isinstance(item, FailedRecord) else attempt(_bits, item) for item in items]
-        batches = [_seeded(key, self._bits_of_batch, item) for item, (_, key) in zip(items, drawn, strict=True)]
+        of_batch = lambda item: _bits(self._collate_one([item]))  # noqa: E731
+        batches = [_seeded(key, of_batch, item) for item, (_, key) in zip(items, drawn, strict=True)]
         return [*zip(bits, batches, strict=True)]
-
-    def _bits_of_batch(self, item: Any) -> Any:
-        return _bits(self._collate_one([item]))
 
 
 def _seeded(key: bytes, do: Callable[[Any], Any], value: Any) -> Any:
@@ -92,12 +82,10 @@ def refuse_state(loader: Any, units: Units | None) -> None:
         return
     size, stream = len(loader.dataset if units is None else units), KeyStream()
     test = StateTest(loader.dataset, loader.collate_fn, units)
-    order = [
-        [(_draw(size, units, stream), KeyStream().key) for _ in range(_COMPARED)]
-        for _ in range(max(1, loader.num_workers))
-    ]
+    drawn = [(_draw(size, units, stream), KeyStream().key) for _ in range(_COMPARED)]
     with own_randomness(torch.device("cpu"), stream):
-        tests = fetching_loader(loader, test, order, Seeding(loader.worker_init_fn, KeyStream().key))
+        seeding = Seeding(loader.worker_init_fn, KeyStream().key)
+        tests = fetching_loader(loader, test, [drawn] * max(1, loader.num_workers), seeding)
         changed = [what for found in tests for what in found]
     if changed:
         raise ConfigError(
@@ -113,7 +101,7 @@ def mixing(loader: DataLoader) -> str | None:
     It does if, from the same random state, the batches of a with b and of a with c have rows of equal shapes, but no
     row in common.
     """
-    dataset, stream = copied(sampled_dataset(loader)), KeyStream()
+    dataset, stream = copied(loader.dataset), KeyStream()
     collate, device = loader.collate_fn, torch.device("cpu")
     for _ in range(2 * _COMPARED if collate is not default_collate else 0):
         key, forms, rows = KeyStream().key, [], []

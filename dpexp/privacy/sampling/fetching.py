@@ -161,15 +161,13 @@ def copied(dataset: Any) -> Any:
     """A copy that shares the data, but neither attributes nor containers in them; itself, if that cannot be had."""
     try:
         made = copy.copy(dataset)
-        vars(made).update({name: _copied_part(value) for name, value in vars(dataset).items()})
+        for name, value in vars(dataset).items():
+            if issubclass(type(value), Dataset):
+                vars(made)[name] = copied(value)
+            elif type(value) is list:
+                vars(made)[name] = [copied(one) if issubclass(type(one), Dataset) else one for one in value]
+            elif issubclass(type(value), dict | list | set | deque):
+                vars(made)[name] = copy.copy(value)
     except Exception:
         return dataset
     return made
-
-
-def _copied_part(value: Any) -> Any:
-    if type(value) is list:
-        return [copied(one) if issubclass(type(one), Dataset) else one for one in value]
-    if issubclass(type(value), Dataset):
-        return copied(value)
-    return copy.copy(value) if issubclass(type(value), dict | list | set | deque) else value

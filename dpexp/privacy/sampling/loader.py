@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -96,6 +96,7 @@ def _checked(samples: list[list[int]], policy: Policy, size: int) -> list[list[i
     return samples
 
 
+@dataclass(eq=False, repr=False)
 class RoundSampler(Sampler[list[Any]]):
     """A batch sampler that draws one sample a round and yields this process's records in chunks.
 
@@ -111,32 +112,23 @@ class RoundSampler(Sampler[list[Any]]):
         dealing: a stream that all processes share; it assigns records to processes.
     """
 
-    def __init__(
-        self,
-        policy_at: Callable[[int], Policy],
-        size: int,
-        rounds: int,
-        max_physical_batch_size: int,
-        stream: KeyStream,
-        units: Units | None = None,
-        processes: Processes | None = None,
-        dealing: KeyStream | None = None,
-    ) -> None:
-        if size < 1:
+    policy_at: Callable[[int], Policy]
+    size: int
+    rounds: int
+    max_physical_batch_size: int
+    stream: KeyStream
+    units: Units | None = None
+    processes: Processes = field(default_factory=Processes)
+    dealing: KeyStream = field(default_factory=KeyStream)
+    completed: int = field(default=0, init=False)
+    partitions: list[Sequence[int]] = field(default_factory=list, init=False)  # sampled in turn
+    sampled_from: dict[int, Sequence[int]] = field(default_factory=dict, init=False)  # the partition of each round
+    pending: deque[ChunkPosition] = field(default_factory=deque, init=False)
+    _first: int = field(default=0, init=False)  # the job's first round
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
             raise ConfigError("data: the training set is empty.")
-        self.policy_at = policy_at
-        self.size = size
-        self.rounds = rounds
-        self.max_physical_batch_size = max_physical_batch_size
-        self.stream = stream
-        self.units = units
-        self.processes = processes or Processes()
-        self.dealing = dealing or KeyStream()
-        self.completed = 0
-        self.partitions: list[Sequence[int]] = []  # sampled in turn; drawn before the first round
-        self.sampled_from: dict[int, Sequence[int]] = {}  # the partition of each round, for audits
-        self._first = 0  # the job's first round
-        self.pending: deque[ChunkPosition] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         pending: deque[ChunkPosition] = deque()
@@ -258,20 +250,14 @@ class RoundLoader:
         processes = processes or Processes()
         self.digest = 0 if processes.is_single else digest_of_records(copied(dataset), units)
         self.sampler = RoundSampler(
-            lambda t: plan.at_round(t).sampling,
-            size,
-            plan.rounds,
-            max_physical_batch_size,
-            stream,
-            units,
-            processes,
-            dealing,
-        )
+            lambda t: plan.at_round(t).sampling, size, plan.rounds, max_physical_batch_size, stream, units, processes,
+            dealing or KeyStream(),
+        )  # fmt: skip
         self._seeding, self.randomness = Seeding(loader.worker_init_fn), randomness
         self._users_loader, self._units, self.only_rows = loader, units, only_rows(loader)
+        refuse_state(loader, units)
         self.memory, self.of_examples = Memory(tensors_of(dataset)), plan.privacy_unit.to_header() is None
         self._loader = fetching_loader(loader, fetcher(loader, units), self.sampler, self._seeding)
-        refuse_state(loader, units)
         self._chunks: Iterator[list[RecordBatch | FailedRecord]] = iter(())
         self._warned = False
 
