@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
@@ -25,7 +27,6 @@ from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import WEIGHT
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
-from dpexp.privacy.sampling.training_data import DataUnread
 
 
 def dry_run(
@@ -36,8 +37,7 @@ def dry_run(
     Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched. `later` and
     `within` imitate other rounds (`Step.decide`).
     """
-    data = rounds.training_data
-    data.memory.refuse([*module.named_parameters(), *module.named_buffers()])
+    rounds.memory.refuse([*module.named_parameters(), *module.named_buffers()])
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     failure = ConfigError("data: the training set has no records.")
     of_shape = {(one := Chunk.of(loss_of, some.to(device).batch, 1)).key: one for some in rounds.shapes()}
@@ -48,7 +48,7 @@ def dry_run(
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
         others = [one for key, one in of_shape.items() if key != chunk.key]
         try:
-            with DataUnread(data) as seen:
+            with ClassWeights() as seen:
                 step.decide(chunk, later, within, others)
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
@@ -128,6 +128,25 @@ _WEIGH = (
     "Set data.class_weights, or call dpexp.weigh(w[y].mean() / w.max()) in training_step, which weights the clipped "
     "gradient."
 )
+
+
+class ClassWeights(TorchFunctionMode):
+    """Notes in `weighed` the last loss function that got class weights while this was active; None: none did."""
+
+    weighed: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        position, keyword = _WEIGHTS.get(func, (len(args), ""))
+        if kwargs.get(keyword, args[position] if position < len(args) else None) is not None:
+            self.weighed = func.__name__
+        return func(*args, **kwargs)
+
+
+_WEIGHTS = {  # the argument's position and keyword
+    F.cross_entropy: (2, "weight"), F.nll_loss: (2, "weight"), F.multi_margin_loss: (4, "weight"),
+    F.binary_cross_entropy_with_logits: (6, "pos_weight"),
+}  # fmt: skip
 
 
 def _check_loss_of_a_batch(

@@ -198,7 +198,7 @@ class PrivateTraining:
             rounds = RoundLoader(loader, self.plan, max_records, sampling, randomness, processes, dealing, pad_to)
             self._engine = PrivateRound(
                 self.plan, module, GaussianNoise(noise), self.unsafe_diagnostics, self.adaptive_state, processes,
-                max(1, max_records // self.plan.privacy_unit.max_examples_in_round), rounds.training_data.memory,
+                max(1, max_records // self.plan.privacy_unit.max_examples_in_round), rounds.memory,
                 self.compile if self.compile is not None or processes.is_single else False,
             )  # fmt: skip
             if resumed_from is not None and self._position is None:
@@ -300,7 +300,7 @@ class PrivateTraining:
         """Adds this process's part of the sample; returns the sample's digest."""
         assert self._rounds and self._engine and self._ledger
         engine = self._engine
-        for position, parts in self._rounds.sample(device, engine.step.graphs.versions):
+        for position, parts in self._rounds.sample(device):
             if position.first:
                 epoch = position.epoch + self._rounds_lost
                 self._ledger.sample(self.plan.at_round(self.rounds_done).sampling.event(self.plan.n, epoch))

@@ -41,12 +41,6 @@ class FailedRecord:
         own = type(error) is ConfigError and is_own(error)
         return cls(ConfigError(message) if own else RuntimeError(f"{type(error).__name__}: {message}"))
 
-    def to(self, device: torch.device) -> "FailedRecord":
-        return self
-
-    def pin_memory(self) -> "FailedRecord":
-        return self
-
 
 @dataclass
 class RecordBatch:
@@ -70,56 +64,15 @@ class RecordBatch:
         )
 
 
-class _Placeholder:
-    """Replaces a tensor in a pickled batch."""
-
-
-@dataclass
-class PackedBatch:
-    """A RecordBatch for another process, packed so that a batch that cannot be pickled fails alone.
-
-    Attributes:
-        tensors: the batch's plain tensors.
-        rest: the batch without them, pickled.
-    """
-
-    size: int
-    tensors: list[Tensor]
-    rest: bytes
-
-    @classmethod
-    def pack(cls, records: "RecordBatch | FailedRecord") -> "PackedBatch | FailedRecord":
-        if isinstance(records, FailedRecord):
-            return records
-        try:
-            leaves, structure = flattened(records.batch)
-            rest = tree_unflatten([_Placeholder() if _is_plain(leaf) else leaf for leaf in leaves], structure)
-            return cls(records.size, [leaf for leaf in leaves if _is_plain(leaf)], pickle.dumps(rest))
-        except BaseException as error:
-            return FailedRecord.because(error)
-
-    def unpack(self) -> "RecordBatch | FailedRecord":
-        try:
-            leaves, structure = flattened(pickle.loads(self.rest))
-            tensors = iter(self.tensors)
-            leaves = [next(tensors) if type(leaf) is _Placeholder else leaf for leaf in leaves]
-            return RecordBatch(self.size, tree_unflatten(leaves, structure))
-        except BaseException as error:
-            return FailedRecord.because(error)
-
-    def pin_memory(self) -> "PackedBatch":
-        return PackedBatch(self.size, [tensor.pin_memory() for tensor in self.tensors], self.rest)
-
-
 class SingleCollation:
     """Collates each item by itself with the user's `collate_fn`, and stacks those with the same signature."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[Any]) -> list[RecordBatch | FailedRecord | PackedBatch]:
+    def __call__(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
         records = self._collated(items)
-        return [*map(PackedBatch.pack, records)] if get_worker_info() is not None else [*records]
+        return records if get_worker_info() is None else [*map(_sendable, records)]
 
     def _collated(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
         records: list[RecordBatch | FailedRecord] = [item for item in items if isinstance(item, FailedRecord)]
@@ -157,6 +110,18 @@ class SingleCollation:
             except BaseException as error:
                 failed.append(FailedRecord.because(error))
         return failed + _stacked(batches)
+
+
+def _sendable(records: RecordBatch | FailedRecord) -> RecordBatch | FailedRecord:
+    """Records that another process can be sent, so that those that cannot be pickled fail alone."""
+    if isinstance(records, FailedRecord):
+        return records
+    try:
+        leaves, structure = flattened(records.batch)
+        pickle.loads(pickle.dumps(tree_unflatten([None if _is_plain(leaf) else leaf for leaf in leaves], structure)))
+    except BaseException as error:
+        return FailedRecord.because(error)
+    return records
 
 
 def _item_signature(item: Any) -> Hashable:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -23,25 +23,20 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, reseed
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.sampling.batches import FailedRecord, PackedBatch, RecordBatch
+from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch
+from dpexp.privacy.sampling.data_state import mixing, refuse_state
 from dpexp.privacy.sampling.fetching import (
-    CHANGES_STEP,
-    CheckResults,
     Seeding,
-    draw_record,
-    fetch_one,
+    copied,
+    fetcher,
     fetching_loader,
-    mixing,
     only_rows,
-    refuse_order,
     sampled_dataset,
-    unpacked,
 )
 from dpexp.privacy.sampling.padding import PaddedCollation
 from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Units
-from dpexp.privacy.sampling.training_data import TrainingData
-from dpexp.privacy.state_checks import StateFound
+from dpexp.privacy.sampling.training_data import Memory, tensors_of
 
 _COMPARED = 16  # records whose shapes are compared
 _EXAMPLES = 64  # records to try, until one can be fetched and has a loss
@@ -101,6 +96,7 @@ def _checked(samples: list[list[int]], policy: Policy, size: int) -> list[list[i
     return samples
 
 
+@dataclass(eq=False, repr=False)
 class RoundSampler(Sampler[list[Any]]):
     """A batch sampler that draws one sample a round and yields this process's records in chunks.
 
@@ -116,32 +112,23 @@ class RoundSampler(Sampler[list[Any]]):
         dealing: a stream that all processes share; it assigns records to processes.
     """
 
-    def __init__(
-        self,
-        policy_at: Callable[[int], Policy],
-        size: int,
-        rounds: int,
-        max_physical_batch_size: int,
-        stream: KeyStream,
-        units: Units | None = None,
-        processes: Processes | None = None,
-        dealing: KeyStream | None = None,
-    ) -> None:
-        if size < 1:
+    policy_at: Callable[[int], Policy]
+    size: int
+    rounds: int
+    max_physical_batch_size: int
+    stream: KeyStream
+    units: Units | None = None
+    processes: Processes = field(default_factory=Processes)
+    dealing: KeyStream = field(default_factory=KeyStream)
+    completed: int = field(default=0, init=False)
+    partitions: list[Sequence[int]] = field(default_factory=list, init=False)  # sampled in turn
+    sampled_from: dict[int, Sequence[int]] = field(default_factory=dict, init=False)  # the partition of each round
+    pending: deque[ChunkPosition] = field(default_factory=deque, init=False)
+    _first: int = field(default=0, init=False)  # the job's first round
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
             raise ConfigError("data: the training set is empty.")
-        self.policy_at = policy_at
-        self.size = size
-        self.rounds = rounds
-        self.max_physical_batch_size = max_physical_batch_size
-        self.stream = stream
-        self.units = units
-        self.processes = processes or Processes()
-        self.dealing = dealing or KeyStream()
-        self.completed = 0
-        self.partitions: list[Sequence[int]] = []  # sampled in turn; drawn before the first round
-        self.sampled_from: dict[int, Sequence[int]] = {}  # the partition of each round, for audits
-        self._first = 0  # the job's first round
-        self.pending: deque[ChunkPosition] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         pending: deque[ChunkPosition] = deque()
@@ -216,7 +203,7 @@ class RoundLoader:
 
     Attributes:
         digest: of the records, where several processes share a sample.
-        training_data: the training set's tensors and arrays in memory.
+        memory: of the training set's tensors and arrays.
         of_examples: a record is one example.
         only_rows: none of the user's code runs to fetch records (see `fetching.only_rows`).
 
@@ -261,30 +248,17 @@ class RoundLoader:
                 f"{expected} {units_name}, as sampling.expected_batch_size or sampling.sampling_rate says"
             )
         processes = processes or Processes()
-        self.digest = 0 if processes.is_single else digest_of_records(dataset, units)
+        self.digest = 0 if processes.is_single else digest_of_records(copied(dataset), units)
         self.sampler = RoundSampler(
-            lambda t: plan.at_round(t).sampling,
-            size,
-            plan.rounds,
-            max_physical_batch_size,
-            stream,
-            units,
-            processes,
-            dealing,
-        )
+            lambda t: plan.at_round(t).sampling, size, plan.rounds, max_physical_batch_size, stream, units, processes,
+            dealing or KeyStream(),
+        )  # fmt: skip
         self._seeding, self.randomness = Seeding(loader.worker_init_fn), randomness
         self._users_loader, self._units, self.only_rows = loader, units, only_rows(loader)
-        self.training_data, self.of_examples = TrainingData(dataset), plan.privacy_unit.to_header() is None
-        self._loader = fetching_loader(loader, self.sampler, self._seeding, randomness, units)
-        self._checks = CheckResults()
-        if not only_rows(loader):
-            refuse_order(dataset, loader.collate_fn, units, lambda: draw_record(size, units, KeyStream()))
-        dry = Seeding(loader.worker_init_fn)
-        dry.key = KeyStream().key
-        with own_randomness(torch.device("cpu"), KeyStream()):
-            for parts in fetching_loader(loader, None, dry, KeyStream(), units):
-                self._checks.remove(parts)
-        self._chunks: Iterator[list[RecordBatch | FailedRecord | PackedBatch]] = iter(())
+        refuse_state(loader, units)
+        self.memory, self.of_examples = Memory(tensors_of(dataset)), plan.privacy_unit.to_header() is None
+        self._loader = fetching_loader(loader, fetcher(loader, units), self.sampler, self._seeding)
+        self._chunks: Iterator[list[RecordBatch | FailedRecord]] = iter(())
         self._warned = False
 
     def __iter__(self) -> Iterator[SealedSample]:
@@ -301,18 +275,16 @@ class RoundLoader:
 
     def examples(self) -> Iterator[RecordBatch | FailedRecord]:
         """Some records, whose shapes, dtypes and structure may be used."""
-        tried = min(_EXAMPLES, self.sampler.size)
+        source, tried = fetcher(self._users_loader, self._units, of_copy=True), min(_EXAMPLES, self.sampler.size)
         for i in (k * self.sampler.size // tried for k in range(tried)):
             drawn = i if self._units is None else self._units.draw(i, KeyStream())
             with own_randomness(torch.device("cpu"), KeyStream()):
-                parts = fetch_one(self._users_loader, self._units, drawn)
+                parts = source.__getitems__([drawn])
             yield from parts
 
     def mixing(self) -> str | None:
-        """The collate_fn, if it mixes records of a batch (see `fetching.mixing`)."""
-        if self.only_rows:
-            return None
-        return mixing(self._users_loader, lambda: draw_record(self.sampler.size, None, KeyStream()))
+        """The collate_fn, if it mixes records of a batch (see `data_state.mixing`)."""
+        return mixing(self._users_loader)
 
     def shapes(self) -> list[RecordBatch]:
         """16 records, whose shapes and types may be used; none if no user's code made them, whose shapes are equal."""
@@ -332,32 +304,16 @@ class RoundLoader:
         del self.sampler.stream, self.sampler.dealing, self.randomness, self._loader
         self._seeding.key = b""
 
-    def sample(
-        self, device: torch.device, watched: Callable[[], dict[tuple[str, int], Any]] = dict
-    ) -> Iterator[tuple[ChunkPosition, list[RecordBatch | FailedRecord]]]:
+    def sample(self, device: torch.device) -> Iterator[tuple[ChunkPosition, list[RecordBatch | FailedRecord]]]:
         """The chunks of the current round.
 
         The generators are seeded again after each chunk, so that no step depends on what the data set or collate_fn did
         to them.
-
-        Args:
-            watched: the versions of the tensors that a step reads in addition to records; fetching must not change
-                them.
-
-        Raises:
-            StateFound: a record's value changed, or a watched tensor.
         """
         last = False
         while not last:
-            if self.only_rows:
-                parts: Any = next(self._chunks)
-            else:
-                before = watched()
-                parts = unpacked(self._checks.remove(next(self._chunks), self.sampler.completed + 1))
-                after = watched()
-                for name, tensor in before:
-                    if after.get((name, tensor)) != before[name, tensor]:
-                        raise StateFound(CHANGES_STEP.format(name=name), self.sampler.completed)
+            parts = next(self._chunks)
+            if not self.only_rows:
                 reseed(device, self.randomness)
             chunk = self.sampler.pending.popleft()
             last = chunk.last
