@@ -49,7 +49,7 @@ def step_of(model, x, y, k):
 
     def private():
         engine.begin()
-        engine.add_chunk(loss_of, units, B // k)
+        engine.add_chunk(lambda _, one: loss_of(one), units, B // k)
         engine.end()
         engine.release(Nowhere())
 

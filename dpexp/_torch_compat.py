@@ -14,7 +14,6 @@ from torch._C import DisableTorchFunctionSubclass as no_subclasses
 from torch._C import _disabled_torch_dispatch_impl, _functorch
 from torch._decomp import get_decompositions as decompositions_of
 from torch._functorch import autograd_function
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as outside_vmap
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
@@ -25,14 +24,12 @@ from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "BatchNorm", "FakeTensor", "FakeTensorMode", "InstanceNorm", "OpOverload", "OpOverloadPacket", "SpectralNorm", "TorchDispatchMode", "TreeSpec",
-    "decompositions_of",
-    "no_subclasses", "no_torch_functions", "outside_vmap", "proxy_tensor", "register_pytree_node", "tree_flatten",
-    "tree_leaves", "tree_map", "tree_unflatten",
+    "BatchNorm", "FakeTensor", "FakeTensorMode", "InstanceNorm", "OpOverload", "OpOverloadPacket", "SpectralNorm",
+    "TreeSpec", "decompositions_of", "no_subclasses", "no_torch_functions", "proxy_tensor", "register_pytree_node",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
 ]  # fmt: skip
 
 # Tensors under vmap, for which torch.func has no public functions.

@@ -94,14 +94,14 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
     key = KeyStream.known(0, "duration", 0)
     private = step.graphs.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private
-    compared = ""
+    compared, own = "", copy_of(module)
     with (
         suppress(Exception),
         own_randomness(device, key),
         spectral_norms_fixed(module),
     ):  # the step may not accept such a batch
         plain = seconds(
-            lambda: torch.autograd.grad(chunk.loss_of(_as_batch(records)), trained, allow_unused=True), device
+            lambda: torch.autograd.grad(chunk.loss_of(own, _as_batch(records)), trained, allow_unused=True), device
         )
         compared = f", {private / plain:.1f} times the gradients of a plain step"
     warnings.warn(

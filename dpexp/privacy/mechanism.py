@@ -18,8 +18,9 @@ divides sigma.
 float32 (proof: `dpexp.privacy.gradients.norms`), and S is reduced by the rounding of the multiplication by c
 (`MARGIN`). Not bounded: each addition of a record rounds the sum itself by up to one unit in its last place.
 
-*Assumptions.* A record's vectors depend only on that record, the weights and fresh randomness. Tracing proves this
-(`dpexp.privacy.gradients.traced`); `dpexp.privacy.state_checks` tests it for a job that is not traced. The noise is
+*Assumptions.* A record's vectors depend only on that record, the weights and fresh randomness: the step is traced for
+one record (`dpexp.privacy.gradients.one_record`), and its lifting over records is proved
+(`dpexp.privacy.gradients.proof`); records that are not traced have a copy of the module each. The noise is
 Gaussian in float64 from a secret key stream, and is added once a round, after the sum query event is in the ledger.
 Sampling is the one that the accountant assumes.
 """
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
-from dpexp.privacy.gradients.norms import LARGEST, LOOSE, UNIT
+from dpexp.privacy.gradients.norms import LARGEST, UNIT
 from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
 from dpexp.privacy.plan.clipping import ClipRule, unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group
@@ -60,15 +61,11 @@ class ScaledNorms:
 
     Attributes:
         squares: [parts, B] scaled squared norms of the parts; norms: [B] of the group. Both float64, never too small.
-        doubtful: [parts, B] in [0, 1], above 0 where the enlargement of a norm for rounding would change the clip
-            factor: how far to move from it to the norm of float64 gradients (`norms`, 6). None: nowhere.
     """
 
     parts: list[Part]
     squares: Tensor
     norms: Tensor
-    doubtful: Tensor | None
-    in_float64: bool = False  # the gradients
     weights: Tensor | None = None  # [B] in [0, 1]; None: all are 1
 
     def by_vector(self, vectors: int) -> Tensor:
@@ -88,26 +85,14 @@ class GroupMechanism:
         return self.group.S * SENSITIVITY[adjacency]
 
     def norms(
-        self, gradients: dict[str, LayerGradient], S: Tensor, alphas: Sequence[float | Tensor] | None = None
+        self, gradients: dict[str, LayerGradient], alphas: Sequence[float | Tensor] | None = None
     ) -> ScaledNorms | None:
         """Scaled norms of a chunk's records. Takes the group's gradients out of `gradients`; None if it has none."""
         parts = list(_parts(self.group, alphas or self.group.alphas, gradients))
         if not parts:
             return None
         squares = torch.stack([_over(part.gradient.squared_norms(), part.alpha, 2) for part in parts])
-        norms = squares.sum(0).sqrt()
-        return ScaledNorms(parts, squares, norms, self._doubtful(parts, squares, norms, S))
-
-    def exact_norms(self, found: ScaledNorms, rows: Tensor) -> ScaledNorms:
-        """Scaled norms of the records `rows` [K] by float64 gradients."""
-        parts = [Part(part.vector, part.alpha, part.gradient.in_float64(rows), part.names) for part in found.parts]
-        squares = found.squares[:, rows]
-        if found.doubtful is not None:
-            enlarged, share = squares.sqrt(), found.doubtful[:, rows]
-            exact = torch.stack([_over(part.gradient.squared_norms().sqrt(), part.alpha, 1) for part in parts])
-            squares = torch.where(share > 0, enlarged + share * (exact - enlarged), enlarged).square()
-        weights = None if found.weights is None else found.weights[rows]
-        return ScaledNorms(parts, squares, squares.sum(0).sqrt(), None, True, weights)
+        return ScaledNorms(parts, squares, squares.sum(0).sqrt())
 
     def add(self, found: ScaledNorms, S: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None) -> None:
         """Adds sum_i c_i v^i of a chunk to each parameter's sum, in place, and drops the gradients.
@@ -124,32 +109,15 @@ class GroupMechanism:
             if dtype not in factors:
                 c = clip_factors(self.group.clip_rule, found.norms, S, dtype, found.weights)
                 factors[dtype] = c if counted is None else torch.where(counted, c, 0)
-            c = factors[dtype].double() if found.in_float64 else factors[dtype]
-            if len(totals) == 1 and not found.in_float64:
+            c = factors[dtype]
+            if len(totals) == 1:
                 part.gradient.add_weighted_sum(c, totals[0])
                 continue
             sizes = [total.numel() for total in totals]
-            chunk_sum = totals[0].new_zeros(totals[0].shape if len(totals) == 1 else (sum(sizes),), dtype=c.dtype)
+            chunk_sum = totals[0].new_zeros(sum(sizes))
             part.gradient.add_weighted_sum(c, chunk_sum)
             for total, addend in zip(totals, chunk_sum.view(-1).split(sizes), strict=True):
                 total.view(-1).add_(addend)
-
-    def _doubtful(self, parts: list[Part], squares: Tensor, norms: Tensor, S: Tensor) -> Tensor | None:
-        allowances_by_part = {
-            i: _over(part.gradient.rounding_allowance, part.alpha, 1)
-            for i, part in enumerate(parts)
-            if part.gradient.rounding_allowance is not None
-        }
-        if not allowances_by_part:
-            return None
-        allowances = torch.stack([*allowances_by_part.values()])
-        share = torch.where(norms.isfinite(), _ramp(allowances / norms).nan_to_num(0), 0)
-        index = torch.tensor([*allowances_by_part], device=norms.device)
-        lower = squares.index_copy(0, index, (squares[index].sqrt() - allowances).clamp(min=0).square()).sum(0).sqrt()
-        rule = self.group.clip_rule
-        change = (unbounded_clip_factors(rule, norms, S) - unbounded_clip_factors(rule, lower, S)).abs()
-        share = share * _ramp(change * norms / S).nan_to_num(1)
-        return torch.zeros_like(squares).index_copy(0, index, share)
 
 
 def clip_factors(rule: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
@@ -199,8 +167,3 @@ def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, 
 
 def _over(x: Tensor, alpha: float | Tensor, power: int) -> Tensor:
     return x if isinstance(alpha, float) and alpha == 1 else x / alpha**power
-
-
-def _ramp(x: Tensor) -> Tensor:
-    """0 up to LOOSE, 1 from 2 LOOSE, linear between."""
-    return (x / LOOSE - 1).clamp(0, 1)

@@ -31,9 +31,7 @@ def first_batch(device: torch.device) -> int:
     return FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH
 
 
-def largest_fitting_batch(
-    plan: PrivacyPlan, module: pl.LightningModule, loss_of: LossOf, trainer: pl.Trainer
-) -> int:
+def largest_fitting_batch(plan: PrivacyPlan, module: pl.LightningModule, loss_of: LossOf, trainer: pl.Trainer) -> int:
     """The largest power of two of records, up to a sample's size, whose pass fits into memory."""
     record = public_record(trainer)
     if record is None:

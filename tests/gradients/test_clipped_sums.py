@@ -266,7 +266,7 @@ def sums_of(engine, loss_of, batch, size=B, chunk=B):
         warnings.simplefilter("ignore")
         for start in range(0, size, chunk):
             part = _slice(batch, start, start + chunk)
-            engine.add_chunk(loss_of, stacked(part), min(chunk, size - start))
+            engine.add_chunk(lambda _, one: loss_of(one), stacked(part), min(chunk, size - start))
     engine.end()
     return engine._sums
 
@@ -393,10 +393,10 @@ def test_state_that_only_records_bring_about_stops_the_round():
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     for t in range(2):
         engine.begin(t)
-        engine.add_chunk(loss_of, stacked((x, y)), B)
+        engine.add_chunk(lambda _, one: loss_of(one), stacked((x, y)), B)
         engine.end()
     engine.begin(2)
-    engine.add_chunk(loss_of, stacked((1000 * x, y)), B)
+    engine.add_chunk(lambda _, one: loss_of(one), stacked((1000 * x, y)), B)
     with pytest.raises(StateFound, match="differs after other records") as found:
         engine.end()
     assert found.value.last_clean_round == 2
@@ -442,7 +442,7 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
     others = [i for i in range(B) if i != 2]
     engine.begin()
     with pytest.warns(UserWarning, match="they contribute nothing"):
-        engine.add_chunk(loss_of, stacked((bad, y)), B)
+        engine.add_chunk(lambda _, one: loss_of(one), stacked((bad, y)), B)
     assert relative_error(engine._sums, clipped_sums(plan, module, loss_of, (x[others], y[others]), B - 1)) < 1e-9
     assert engine.mode == "traced"
     assert relative_error(sums_of(engine, loss_of, (x, y)), sums) < 1e-12
@@ -455,7 +455,7 @@ def test_a_batch_that_cannot_be_split_is_refused():
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     engine.begin()
     with pytest.raises(ConfigError, match=r"shape \(8, 6\).*first dimension"):
-        engine.add_chunk(loss_of, (x.T, y), B)
+        engine.add_chunk(lambda _, one: loss_of(one), (x.T, y), B)
 
 
 def test_what_is_no_tensor_is_the_same_for_all_records():

@@ -255,7 +255,7 @@ def test_compiling_says_how_far_it_is_and_gives_up_unless_it_is_asked_for(monkey
     engine = engine_of(module, wanted, rounds=400)  # of 1 s: at most 400 · 0.5/3 = 67 s are worth it
     with pytest.warns(UserWarning, match="compiling the step: 0 of 2 stages after 0 s"):
         engine.begin()
-        engine.add_chunk(loss_of, rows(), N)
+        engine.add_chunk(lambda _, one: loss_of(one), rows(), N)
     found = engine._sums
     gave_up = reason_of(engine) == "not compiled: 1 of 2 stages took 100 s, more than 1/3 of what it may save"
     assert gave_up is (wanted is None)

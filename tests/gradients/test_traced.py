@@ -38,7 +38,7 @@ def sums_of(engine, loss_of, batch, size=N, t=0):
     engine.begin(t)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine.add_chunk(loss_of, batch, size)
+        engine.add_chunk(lambda _, one: loss_of(one), batch, size)
     return {name: total.clone() for name, total in engine._sums.items()}
 
 
@@ -508,7 +508,7 @@ def test_a_record_contributes_the_same_whichever_shape_decides_the_mode(modes):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for chunk in chunks:
-                engine.add_chunk(loss_of, chunk, len(chunk[1]))
+                engine.add_chunk(lambda _, one: loss_of(one), chunk, len(chunk[1]))
         sums[mode] = dict(engine._sums)
         assert engine.mode == mode
         engine.end()

@@ -67,7 +67,7 @@ def released(engine, path, batch, loss_of, rounds=1):
     for t in range(rounds):
         ledger.sample(plan.at_round(t).sampling.event(plan.n, 0))
         engine.begin(t)
-        engine.add_chunk(loss_of, batch, len(batch[0]))
+        engine.add_chunk(lambda _, one: loss_of(one), batch, len(batch[0]))
         engine.end()
         averages = engine.release(ledger)
     ledger.close()

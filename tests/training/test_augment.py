@@ -42,7 +42,7 @@ def sums_of(engine, loss_of, batch):
     engine.begin()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that records are slow, say
-        engine.add_chunk(loss_of, stacked(batch), len(batch[1]))
+        engine.add_chunk(lambda _, one: loss_of(one), stacked(batch), len(batch[1]))
     engine.end()
     return {name: total.clone() for name, total in engine._sums.items()}
 

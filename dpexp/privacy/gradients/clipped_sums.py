@@ -41,61 +41,37 @@ class ClippedSums:
         return torch.tensor(clip_norms, dtype=torch.float64, device=device)
 
     def __call__(
-        self,
-        gradients: ChunkGradients,
-        clip_norms: Tensor,
-        sums: Mapping[str, Tensor],
-        counted: Tensor,
-        rows: tuple[Tensor, Tensor] | None = None,
-        zeroing: bool = False,
+        self, gradients: ChunkGradients, clip_norms: Tensor, sums: Mapping[str, Tensor], counted: Tensor, zeroing: bool
     ) -> dict[str, Tensor]:
         """Adds the clipped gradients of a chunk to `sums`, in place.
 
-        Rows with a doubtful norm (`ScaledNorms.doubtful`) are left out. A row with a norm that is not finite is left
-        out if `zeroing`; else the sums must not be used.
+        A row with a norm that is not finite is left out if `zeroing`; else the sums must not be used.
 
         Args:
             clip_norms: see `clip_norms`.
             counted: [B], which rows are records.
-            rows: (indices [K], which of them count [K]) of doubtful rows: only these are added, with norms in float64.
 
         Returns:
-            `norm:group` [B] for each group; `finite` [B], whether all of them are; `doubtful` [B], if any can be.
+            `norm:group` [B] for each group; `finite` [B], whether all of them are.
         """
         S, _ = self._split(clip_norms)
         for gradient in gradients.by_name.values():
             gradient.map_factors(computed_once)
         found, outputs = self._norms(gradients, clip_norms)
-        for name in ("finite", "doubtful"):  # in the same order in every process
-            if name in outputs:
-                outputs[name] = computed_once(outputs[name])
+        outputs["finite"] = computed_once(outputs["finite"])
         if zeroing:
             counted = counted & outputs["finite"]
             _zero(found, ~outputs["finite"])
-        doubtful = outputs.get("doubtful")
-        if rows is not None:
-            exact = self._exact(found, S, gradients, rows[0])
-            finite = torch.stack([one.norms for one in exact if one is not None]).sum(0) < torch.inf
-            _zero(exact, ~finite)
-            self._add(exact, S, sums, rows[1] & finite)
-        elif doubtful is None:
-            self._add(found, S, sums, counted)
-        else:
-            outputs["doubtful"] = doubtful & counted
-            self._add(found, S, sums, counted & ~doubtful)
+        self._add(found, S, sums, counted)
         return outputs
 
     def add(self, gradients: ChunkGradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same outside a graph, for all rows, doubtful ones included."""
+        """The same outside a graph, for all rows."""
         S, _ = self._split(clip_norms)
         found, outputs = self._norms(gradients, clip_norms)
         counted = gradients.in_range & outputs["finite"]
         if not bool(outputs["finite"].all()):
             _zero(found, ~outputs["finite"])
-        doubtful = outputs.pop("doubtful", None)
-        if doubtful is not None and bool((doubtful := doubtful & counted).any()):
-            self._add(self._exact(found, S, gradients, doubtful.nonzero()[:, 0]), S, sums, None)
-            counted = counted & ~doubtful
         self._add(found, S, sums, counted)
         return outputs
 
@@ -105,10 +81,10 @@ class ClippedSums:
         S, alphas = self._split(clip_norms)
         weights = record_weights(gradients)
         found: list[ScaledNorms | None] = []
-        for mechanism, S_g, scales in zip(self._mechanisms, S, alphas, strict=True):
+        for mechanism, scales in zip(self._mechanisms, alphas, strict=True):
             if mechanism.group.name == UNCLIPPED:
-                gradients.by_name[value_key(UNCLIPPED)] = self._counts(found, S, gradients, None)
-            found.append(own := mechanism.norms(gradients.by_name, S_g, scales))
+                gradients.by_name[value_key(UNCLIPPED)] = self._counts(found, S, gradients)
+            found.append(own := mechanism.norms(gradients.by_name, scales))
             if own is not None and not mechanism.group.is_metric:
                 own.weights = weights
         outputs = {
@@ -117,29 +93,10 @@ class ClippedSums:
         together = torch.zeros_like(gradients.losses, dtype=torch.float64)
         for norms in outputs.values():
             together = together + norms
-        shares = [one.doubtful.amax(0) for one in found if one is not None and one.doubtful is not None]
-        if shares:
-            outputs["doubtful"] = torch.stack(shares).amax(0) > 0
         return found, outputs | {"finite": together < torch.inf}
 
-    def _exact(
-        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: ChunkGradients, rows: Tensor
-    ) -> list[ScaledNorms | None]:
-        exact: list[ScaledNorms | None] = []
-        for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=True):
-            if mechanism.group.name == UNCLIPPED:
-                counts = {value_key(UNCLIPPED): self._counts(exact, S, gradients, rows)}
-                exact.append(mechanism.norms(counts, S_g))
-            else:
-                exact.append(norms and mechanism.exact_norms(norms, rows))
-        return exact
-
     def _add(
-        self,
-        found: Sequence[ScaledNorms | None],
-        S: Sequence[Tensor],
-        sums: Mapping[str, Tensor],
-        counted: Tensor | None,
+        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], sums: Mapping[str, Tensor], counted: Tensor
     ) -> None:
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=True):
             if norms is not None:
@@ -158,11 +115,10 @@ class ClippedSums:
         return each[:k], alphas
 
     def _counts(
-        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: ChunkGradients, rows: Tensor | None
+        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: ChunkGradients
     ) -> LayerGradient:
         """±1/2 for each record and norm, by whether it is within S (`dpexp.privacy.plan.adaptive_clipping`)."""
-        losses = gradients.losses if rows is None else gradients.losses[rows]
-        counted = []
+        losses, counted = gradients.losses, []
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=False):
             group = mechanism.group
             if group.is_metric:

@@ -1,8 +1,8 @@
 """Reads the factors of per-example gradients off the graph of one record.
 
 Autograd computes the gradient of a matrix by `mm`, Σ_t g_t ⊗ x_t over positions, that of a convolution by
-`convolution_backward`, and that of an embedding by adding rows to a table. Such an operator's inputs, of all records, give
-norms and weighted sums without the gradients themselves. What is not recognized is stored for each record.
+`convolution_backward`, and that of an embedding by adding rows to a table. Such an operator's inputs, of all records,
+give norms and weighted sums without the gradients themselves. What is not recognized is stored for each record.
 """
 
 import math
@@ -56,9 +56,10 @@ def shape_of(node: fx.Node) -> torch.Size:
 def _terms(node: fx.Node, views: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Its summands, each with the views and casts that follow it, the last one first."""
     args = node.args
-    if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in args):
-        if all(shape_of(a) == shape_of(node) for a in args):  # type: ignore[arg-type]
-            return [term for a in args for term in _terms(a, views)]  # type: ignore[arg-type]
+    if node.target is aten.add.Tensor and not node.kwargs:
+        summands = [a for a in args if isinstance(a, fx.Node) and shape_of(a) == shape_of(node)]
+        if len(summands) == 2:
+            return [term for a in summands for term in _terms(a, views)]
     if node.target in _VIEWS:
         return _terms(args[0], [*views, node])  # type: ignore[arg-type]
     return [(node, views)]

@@ -1,6 +1,7 @@
 """The graphs of a traced step: one trace of a record for each shape, lifted over chunks of any number of records."""
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -142,20 +143,25 @@ class Graphs:
 
     def _finite(self, lifted: Lifted, chunk: Chunk, public: Any) -> SyntheticRecords:
         """Synthetic records with finite losses and gradients."""
+        error: Exception | None = None
         for synthetic in synthetic_options(lifted.smallest_range or 2, public_leaves(public, chunk)):
             try:
                 found = self._run_lifted(lifted, synthetic.records(chunk, 2, 0))
             except ConfigError:
                 raise
-            except Exception:  # an operator refuses such records
+            except Exception as caught:  # an operator refuses such records
+                error = caught
                 continue
+            error = None
             if bool((found["finite"] & found["in_range"] & found["loss"].isfinite()).all()):
                 return synthetic
-        raise NoLoss(NO_LOSS)
+        raise error or NoLoss(NO_LOSS)
 
     def _run_lifted(self, lifted: Lifted, records: Chunk) -> dict[str, Tensor]:
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
-        return self._outputs(lifted, lifted.inputs.tensors(), self._clip.clip_norms((), self._device), counted, records.tensors)
+        return self._outputs(
+            lifted, lifted.inputs.tensors(), self._clip.clip_norms((), self._device), counted, records.tensors
+        )
 
     def _outputs(
         self, lifted: Lifted, state: list[Tensor], clip_norms: Tensor, counted: Tensor, records: list[Tensor]
@@ -224,6 +230,7 @@ class Graphs:
         graph, some = self._graph_of(chunk, key, rows), self.synthetic.records(chunk, rows, 0)
         inputs = [*lifted.inputs.tensors(), self._clip.clip_norms((), self._device)]
         inputs += [torch.ones(rows, dtype=torch.bool, device=self._device), *some.tensors]
+        began = time.perf_counter()
         try:
             fast = compile_and_compare(graph, inputs, lifted.inputs, self._device, compiling.progress)
             prove(self._runner(lifted, fast), some, self.synthetic.records(chunk, rows, 1), fast.zeroing)
@@ -231,7 +238,7 @@ class Graphs:
             compiling.failed(explain(error))
             return
         after = compiling.chunks(rows) * time_of(fast, some)
-        if compiling.compare(rows, before, after):
+        if compiling.compare(rows, before, after, time.perf_counter() - began):
             self._graphs[key, rows] = fast
             self._compiled_rows[key], self.seconds_of_round = rows, after
 
@@ -310,8 +317,8 @@ class Graphs:
                 raise ConfigError(STEP_CHANGED.format(what="a new trace of it differs"))
         if len(self._lifted) == _MANY_SHAPES:
             warnings.warn(
-                f"data: records have {len(self._lifted)} shapes so far, and the step is traced for each, which takes as "
-                "long as many rounds; pad records to a few shapes."
+                f"data: records have {len(self._lifted)} shapes so far, and the step is traced for each, which takes "
+                "as long as many rounds; pad records to a few shapes."
             )
 
 

@@ -15,14 +15,7 @@ from dpexp.privacy.gradients.norms import UNIT, embedding_norms, norms, outer_pr
 
 
 class LayerGradient(ABC):
-    """The gradients v^i of B records with respect to one parameter.
-
-    Attributes:
-        rounding_allowance: [B] in float64, the part of the norms that allows for rounding; set by `squared_norms`.
-            None: a negligible part.
-    """
-
-    rounding_allowance: Tensor | None = None
+    """The gradients v^i of B records with respect to one parameter."""
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
@@ -35,10 +28,6 @@ class LayerGradient(ABC):
     @abstractmethod
     def materialize(self) -> Tensor:
         """[B, *parameter.shape]."""
-
-    @abstractmethod
-    def in_float64(self, rows: Tensor) -> "LayerGradient":
-        """The gradients of some records, with factors in float64."""
 
     def map_factors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replaces each stored factor of the gradients, indices included, by `change(factor)`."""
@@ -72,9 +61,6 @@ class DenseGradient(LayerGradient):
     def materialize(self) -> Tensor:
         return self._gradients
 
-    def in_float64(self, rows: Tensor) -> "DenseGradient":
-        return DenseGradient(self._gradients[rows].double())
-
     def flat(self) -> Tensor:
         """[B, d]."""
         return self._gradients.reshape(len(self._gradients), -1)
@@ -93,8 +79,7 @@ class OuterProductGradient(LayerGradient):
     def squared_norms(self) -> Tensor:
         if self.x.shape[1] == 1:
             return (norms(self.x) * norms(self.g)).square()
-        found, self.rounding_allowance = outer_product_norms(self.x, self.g)
-        return found.square()
+        return outer_product_norms(self.x, self.g).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         x, g = self.x, self.g
@@ -102,28 +87,10 @@ class OuterProductGradient(LayerGradient):
             x = x * c[:, None, None]
         else:
             g = g * c[:, None, None]
-        total.addmm_(g.flatten(0, 1).T, x.flatten(0, 1))
+        total.view(g.shape[2], x.shape[2]).addmm_(g.flatten(0, 1).T, x.flatten(0, 1))
 
     def materialize(self) -> Tensor:
         return torch.bmm(self.g.transpose(1, 2), self.x)
-
-    def in_float64(self, rows: Tensor) -> "OuterProductGradient":
-        return _HighPrecisionOuterProduct(self.x[rows].double(), self.g[rows].double())
-
-
-class _HighPrecisionOuterProduct(OuterProductGradient):
-    """Materializes a few records at a time for their norms.
-
-    Where the outer products nearly cancel, even a Gram matrix in float64 would lose their squared norm in rounding.
-    """
-
-    def squared_norms(self) -> Tensor:
-        _, T, d = self.x.shape
-        records = max(1, _MATERIALIZED_ENTRIES // (d * self.g.shape[2]))
-        chunks = zip(row_chunks(self.x, records), row_chunks(self.g, records), strict=True)
-        found = torch.cat([norms(torch.bmm(g.transpose(1, 2), x)) for x, g in chunks])
-        allowance = 2 * T * UNIT[self.x.dtype] * norms(self.x) * norms(self.g)  # as in ConvolutionGradient
-        return (found + allowance).square()
 
 
 _SMALL = 3 * 2**16  # entries of one record's gradient
@@ -160,8 +127,7 @@ class EmbeddingGradient(LayerGradient):
     def squared_norms(self) -> Tensor:
         if self._table is not None:
             return DenseGradient(self._table).squared_norms()
-        found, self.rounding_allowance = embedding_norms(self.index[:, :, None] == self.index[:, None, :], self.g)
-        return found.square()
+        return embedding_norms(self.index[:, :, None] == self.index[:, None, :], self.g).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         if self._table is not None:
@@ -177,18 +143,6 @@ class EmbeddingGradient(LayerGradient):
     def as_outer_products(self) -> OuterProductGradient:
         one_hot = self.index[..., None] == torch.arange(self.num_rows, device=self.index.device)
         return OuterProductGradient(self.g, one_hot.to(self.g.dtype))
-
-    def in_float64(self, rows: Tensor) -> "EmbeddingGradient":
-        return _HighPrecisionEmbedding(self.index[rows], self.g[rows].double(), self.num_rows)
-
-
-class _HighPrecisionEmbedding(EmbeddingGradient):
-    """Materializes the table's rows for their norms, each as often as it is written to."""
-
-    def squared_norms(self) -> Tensor:
-        same = (self.index[:, :, None] == self.index[:, None, :]).to(self.g.dtype)
-        found = norms(torch.bmm(same, self.g) / same.sum(2, keepdim=True).sqrt())
-        return (found + 2 * same.shape[1] ** 1.5 * UNIT[self.g.dtype] * norms(self.g)).square()
 
 
 class ConvolutionGradient(LayerGradient):
@@ -225,16 +179,14 @@ class ConvolutionGradient(LayerGradient):
     def squared_norms(self) -> Tensor:
         if self._unfold is not None:
             x, g = self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)
-            found, self.rounding_allowance = outer_product_norms(x, g)
-            return found.square()
+            return outer_product_norms(x, g).square()
         records = max(1, _MATERIALIZED_ENTRIES // self._size)
         chunks = zip(row_chunks(self._images, records), row_chunks(self._g, records), strict=True)
         found = torch.cat([norms(self._gradients(x, g)) for x, g in chunks])
         # The gradients that are summed later are computed otherwise, so that the rounding of both counts (`norms`, 3
         # and 4): Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
         length = norms(self._g) * norms(self._images) * self._kernel**0.5
-        self.rounding_allowance = 2 * self._positions * UNIT[self._g.dtype] * length
-        return (found + self.rounding_allowance).square()
+        return (found + 2 * self._positions * UNIT[self._g.dtype] * length).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         weighted = self._g * c.reshape(-1, *(1,) * (self._g.dim() - 1))
@@ -242,10 +194,6 @@ class ConvolutionGradient(LayerGradient):
 
     def materialize(self) -> Tensor:
         return self._gradients(self._images, self._g)
-
-    def in_float64(self, rows: Tensor) -> "ConvolutionGradient":
-        x, g = self._images[rows].double(), self._g[rows].double()
-        return ConvolutionGradient(x, g, self._weight_gradient, None, self._weight, self._positions)
 
     def _gradients(self, images: Tensor, g: Tensor) -> Tensor:
         return torch.func.vmap(self._weight_gradient)(images, g)
@@ -259,13 +207,14 @@ def merge(gradients: Sequence[LayerGradient]) -> LayerGradient:
         tables: Sequence[EmbeddingGradient] = gradients  # type: ignore[assignment]
         index, g = torch.cat([table.index for table in tables], 1), torch.cat([table.g for table in tables], 1)
         return EmbeddingGradient(index, g, tables[0].num_rows)
-    if all(isinstance(gradient, EmbeddingGradient | OuterProductGradient) for gradient in gradients):
-        products = [g.as_outer_products() if isinstance(g, EmbeddingGradient) else g for g in gradients]
+    products = [g.as_outer_products() if isinstance(g, EmbeddingGradient) else g for g in gradients]
+    sizes = {(g.x.shape[2], g.g.shape[2]) if isinstance(g, OuterProductGradient) else None for g in products}
+    if len(sizes) == 1 and None not in sizes:  # not so if a matrix is reshaped before one of its uses
         return outer_products(
             torch.cat([product.x for product in products], 1),  # type: ignore[attr-defined]
             torch.cat([product.g for product in products], 1),  # type: ignore[attr-defined]
         )
-    return DenseGradient(sum(gradient.materialize() for gradient in gradients))  # type: ignore[arg-type]
+    return DenseGradient(sum(gradient.materialize().flatten(1) for gradient in gradients))  # type: ignore[arg-type]
 
 
 _MATERIALIZED_ENTRIES = 2**19  # of all gradients that are stored at once for their norms

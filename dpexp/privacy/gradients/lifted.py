@@ -47,7 +47,10 @@ class Lifted:
             if node.op == "call_function":
                 node.target = JOINED.get(node.target, node.target)
         self._run = fx.GraphModule(one.graph, graph)
-        self._in_dims = (*[None] * num_state, *[0] * (len([n for n in graph.nodes if n.op == "placeholder"]) - num_state))
+        self._in_dims = (
+            *[None] * num_state,
+            *[0] * (len([n for n in graph.nodes if n.op == "placeholder"]) - num_state),
+        )
 
     def __call__(self, state: Sequence[Tensor], records: Sequence[Tensor]) -> ChunkGradients:
         """
@@ -168,8 +171,12 @@ def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None
         with graph.inserting_before((last if index.op == "placeholder" else index).next):
             fits = None
             for low, high, ignored in sorted(limits_of_index, key=str):
-                one = call(aten.logical_and.default, call(aten.ge.Scalar, index, low), call(aten.lt.Scalar, index, high))
-                one = one if ignored is None else call(aten.logical_or.default, one, call(aten.eq.Scalar, index, ignored))
+                one = call(
+                    aten.logical_and.default, call(aten.ge.Scalar, index, low), call(aten.lt.Scalar, index, high)
+                )
+                one = (
+                    one if ignored is None else call(aten.logical_or.default, one, call(aten.eq.Scalar, index, ignored))
+                )
                 fits = one if fits is None else call(aten.logical_and.default, fits, one)
             safe = call(aten.where.ScalarOther, fits, index, 0)
             valid.append(call(aten.all.default, fits))

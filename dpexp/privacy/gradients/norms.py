@@ -16,10 +16,6 @@ first order in u. It follows:
 4. Such a vector is added to a sum in T steps, each of which rounds the intermediate sum: by up to T u c Σ_t ‖g_t‖ ‖x_t‖
    in all, which is much more than the vector itself if its terms cancel. This is added to its norm.
 5. A record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
-6. If the allowance for 3 and 4 is more than LOOSE of a record's norm, and changes its clip factor, the norm is computed
-   from factors in float64. Otherwise a vector whose terms nearly cancel would be clipped far below its own norm.
-   Between LOOSE and 2 LOOSE, the norm is interpolated between the two: the last digits of the allowance depend on how
-   many records are processed together, and with a hard threshold one more record could change other records' norms.
 
 `clip_factors` subtracts from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can.
 For any clip rule, c is at most this S divided by such a norm (`dpexp.privacy.plan.clipping`). One error remains, which
@@ -43,7 +39,6 @@ _CACHED = 2**18  # entries whose float64 copies fit in the cache
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 LARGEST = {torch.float32: 2.0**90, torch.float64: 2.0**900}
 _UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
-LOOSE = 2.0**-7
 _STRIP = 32  # positions; shorter strips take fewer multiplications but more time (measured)
 _SLACK = 1.01  # for the rounding of the error terms themselves
 
@@ -75,8 +70,8 @@ def row_chunks(x: Tensor, rows: int) -> list[Tensor]:
     return [*(x[i * rows : (i + 1) * rows] for i in range(count - 1)), x[(count - 1) * rows :]]
 
 
-def outer_product_norms(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖, by 3 and 4 above; and [B], the part of it that allows for rounding.
+def outer_product_norms(x: Tensor, g: Tensor) -> Tensor:
+    """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖, by 3 and 4 above.
 
     Both Gram matrices are symmetric: only strips up to the diagonal are computed.
 
@@ -102,8 +97,7 @@ def outer_product_norms(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     norm_G = G_squared.sqrt() * _SLACK + p * (u * g_squared + T * lost)
     error = d * (u * x_squared + T * lost) * norm_G + p * (u * g_squared + T * lost) * norm_A + T * u * norm_A * norm_G
     total = total.clamp(min=0)
-    upper = _or_infinite((total + _SLACK * error).sqrt() + _SLACK * T * u * lengths)
-    return upper, upper - total.sqrt()
+    return _or_infinite((total + _SLACK * error).sqrt() + _SLACK * T * u * lengths)
 
 
 def _symmetric(strip: Tensor, start: int, row_sums: Callable[[Tensor], Tensor]) -> Tensor:
@@ -112,8 +106,8 @@ def _symmetric(strip: Tensor, start: int, row_sums: Callable[[Tensor], Tensor]) 
     return found + 2 * row_sums(strip[:, :, :start]).sum(1) if start else found
 
 
-def embedding_norms(same_row: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] in float64: at least the norm of a table's gradient; and [B], the part of it that allows for rounding.
+def embedding_norms(same_row: Tensor, g: Tensor) -> Tensor:
+    """[B] in float64: at least the norm of a table's gradient.
 
     Args:
         same_row: [B, T, T], whether two positions have the same row.
@@ -128,8 +122,7 @@ def embedding_norms(same_row: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     lengths = _SLACK * lengths + T**2 * p * lost
     error = (p + T + 2) * u * lengths + T**2 * p * lost
     total = total.clamp(min=0)
-    upper = _or_infinite((total + _SLACK * error).sqrt() + T * u * lengths.sqrt())
-    return upper, upper - total.sqrt()
+    return _or_infinite((total + _SLACK * error).sqrt() + T * u * lengths.sqrt())
 
 
 def _or_infinite(found: Tensor) -> Tensor:

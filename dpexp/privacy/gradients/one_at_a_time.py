@@ -79,7 +79,7 @@ class OneAtATime:
             raise ConfigError(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
 
     def choose_synthetic(self, chunk: Chunk, public: list | None) -> None:
-        """Chooses synthetic records with finite losses and gradients; raises NoLoss or ConfigError if there are none."""
+        """Chooses synthetic records with finite losses and gradients; raises ConfigError if there are none."""
         with own_state(self._device), no_seeds():
             options = synthetic_options(smallest_index_range(chunk, self._module), public_leaves(public, chunk))
             error, failed = None, True

@@ -37,6 +37,7 @@ from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ONE_LOSS, no_seeds, python_random_states, refuse_other_parameters
+from dpexp.privacy.gradients.recurrent import RecurrentLayersAsOperators
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.state_checks import KEEPS_STATE, digest
@@ -229,7 +230,7 @@ class _Tracing:
                 self._inputs.replaced(self._state), spectral_norms_fixed(self._copy), self._values.marked() as released,
                 _modules_seen({*self._copy.modules(), *self._module.modules(), *self._outside}, self.found),
             ):  # fmt: skip
-                with mode:
+                with mode, RecurrentLayersAsOperators():
                     loss = self._loss_of(self._copy, tree_unflatten(leaves, self._chunk.structure))
                 if loss.dim():
                     raise RecordError(ONE_LOSS)
@@ -249,7 +250,7 @@ class _Tracing:
 
         with (
             self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_seeds(), torch.enable_grad(),
-            no_subclasses(), torch.compiler.set_stance("force_eager"),
+            torch.compiler.set_stance("force_eager"),
         ):  # fmt: skip
             graph = proxy_tensor.make_fx(flat)(*self._state, *self._record)
         if mode.error is not None:
@@ -319,7 +320,11 @@ def _modules_seen(known: set[nn.Module], found: list[nn.Module]) -> Iterator[Non
     """Collects modules that are called in the block, hold tensors, and are not known."""
 
     def note(layer: nn.Module, _: Any) -> None:
-        if layer not in known and any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for owner in own_tensors(layer) for t in owner.values()):
+        if layer not in known and any(
+            isinstance(t, Tensor) and not isinstance(t, FakeTensor)
+            for owner in own_tensors(layer)
+            for t in owner.values()
+        ):
             found.append(layer)
             known.update(layer.modules())
 
@@ -399,7 +404,6 @@ def _is_same(node: fx.Node) -> bool:
         return False
     of, made = (n.meta.get("val") for n in (node.args[0], node))
     return of is not None and (of.shape, of.stride()) == (made.shape, made.stride())
-
 
 
 def _simplify(graph: fx.Graph) -> None:

@@ -87,7 +87,7 @@ _TOLERANCE = 1e-2  # of a record's gradient, whose parts may cancel, or be round
 def compare(one: OneRecord, lifted: Lifted, records: Chunk) -> None:
     """Raises NotTraceable: a record's loss or gradients are not those of the graph of one record.
 
-    Random draws are those of a chunk's records in turn, which no single record can repeat: such graphs are not compared.
+    Graphs that draw random numbers are not compared: no record by itself repeats the draws of a chunk's records.
     """
     if one.draws:
         return
@@ -140,7 +140,9 @@ def compile_and_compare(
     return fast
 
 
-def _check_refuses_none(graph: Graph, others: Sequence[Tensor], records: Sequence[Tensor], device: torch.device) -> None:
+def _check_refuses_none(
+    graph: Graph, others: Sequence[Tensor], records: Sequence[Tensor], device: torch.device
+) -> None:
     """Raises NotTraceable: an operator refuses some records, such as those with an index out of range; its compiled
     code may end the process instead, or read another index."""
     for number in (1e30, -1e30, math.nan):

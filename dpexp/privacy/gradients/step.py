@@ -220,4 +220,3 @@ class Step:
             f"this model's records are processed one at a time, which is slow: about {rate:.0f} records a second, and "
             f"about {total} (h:mm:ss) for this job: {self.reason}"
         )
-
