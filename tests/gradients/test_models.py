@@ -72,7 +72,7 @@ def run(model, dropout, dtype):
             )  # fmt: skip
             engine = PrivateRound(plan, module, GaussianNoise())
             engine.begin()
-            engine.add_chunk(lambda one: model.loss(module, one), stacked(batch), zoo.B)
+            engine.add_chunk(model.loss, stacked(batch), zoo.B)
             engine.end()
         except ConfigError as refusal:
             return "refused", str(refusal), 0.0

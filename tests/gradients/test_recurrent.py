@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpexp.privacy.gradients.recurrent_operators import RecurrentLayersAsOperators
+from dpexp.privacy.gradients.recurrent import RecurrentLayersAsOperators
 
 B, D, H = 5, 3, 4
 TOLERANCE = {torch.float64: {"rtol": 1e-10, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
