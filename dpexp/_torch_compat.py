@@ -44,6 +44,10 @@ batched: Callable[[Tensor, Any, int], Tensor] = _functorch._add_batch_dim  # (te
 PACK_PADDED_SEQUENCE = torch._VF._pack_padded_sequence  # the only function by which a mode sees the public one
 ctc_of_tensors = torch.ops.aten._ctc_loss.Tensor  # the public one makes constants of lengths
 PAD_PACKED_SEQUENCE = torch._VF._pad_packed_sequence
+UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
+UNSAFE_INDEX_PUT = torch.ops.aten._unsafe_index_put.default
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CHECKS_ERRORS = torch.ops.aten._linalg_check_errors.default
 EMBEDDING_BAGS = (
     torch.ops.aten._embedding_bag,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from dpexp._torch_compat import TO_COPY, UNSAFE_INDEX_PUT, UNSAFE_VIEW
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
     DenseGradient,
@@ -65,9 +66,9 @@ def _terms(node: fx.Node, views: list[fx.Node]) -> list[tuple[fx.Node, list[fx.N
     return [(node, views)]
 
 
-_CASTS = {aten.clone.default, aten._to_copy.default}
+_CASTS = {aten.clone.default, TO_COPY}
 _VIEWS = _CASTS | {
-    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.transpose.int,
+    aten.t.default, aten.view.default, UNSAFE_VIEW, aten.reshape.default, aten.transpose.int,
     aten.permute.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
 }  # fmt: skip
 
@@ -216,7 +217,7 @@ _READERS: dict[Any, Callable[[fx.Node, list[fx.Node], torch.Size], Use | None]] 
     aten.sum.dim_IntList: _sum,
     aten.embedding_dense_backward.default: _embedding,
     aten.index_put.default: _added_rows,
-    aten._unsafe_index_put.default: _added_rows,
+    UNSAFE_INDEX_PUT: _added_rows,
     aten.index_add.default: _added_rows,
     operator.getitem: _convolution,
 }
