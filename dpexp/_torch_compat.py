@@ -77,6 +77,11 @@ def arguments_of(operator: Any) -> list[Any]:
     return [] if schema is None else schema.arguments
 
 
+def inputs_of(node: torch.fx.Node) -> Any:
+    """The positional arguments of a node: a tuple whose types the node's operator knows."""
+    return node.args
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 

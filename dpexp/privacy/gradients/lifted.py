@@ -164,9 +164,11 @@ def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None
     """
     ranges: dict[fx.Node, set[tuple[int, int, int | None]]] = defaultdict(set)
     for node in graph.nodes:
-        for index, *limits in _RANGES[node.target](*node.args, **node.kwargs) if node.target in _RANGES else ():
+        for index, low, high, ignored in (
+            _RANGES[node.target](*node.args, **node.kwargs) if node.target in _RANGES else ()
+        ):
             if index in of_records:
-                ranges[index].add(tuple(limits))
+                ranges[index].add((low, high, ignored))
     valid: list[fx.Node] = []
     *_, last = (node for node in graph.nodes if node.op == "placeholder")
 
