@@ -1,8 +1,8 @@
-"""Python code that reads a record's data: branches, `.item()`, text, `grad_fn`.
+"""Python code that reads a record's data: branches, `.item()`, text.
 
-Under vmap one tensor stands for all records of a chunk, so that Python code cannot act on one record's values. A number
-may be passed to a logger, which drops it. Any other use of it raises `DataDependent`, and the records are then
-processed one at a time. `explain` names the line of code and what to write instead.
+A step is traced without numbers, so that Python code cannot act on a record's values. A number may be passed to a
+logger, which drops it. Any other use of it raises `DataDependent`, and the records are then processed one at a time.
+`explain` names the line of code and what to write instead.
 """
 
 import re
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import dpexp
-from dpexp._torch_compat import level_of, tree_leaves
+from dpexp._torch_compat import tree_leaves
 from dpexp.errors import words_of
 
 _DEPENDS_ON_DATA = "a branch or a number depends on a record's data"
@@ -60,23 +60,11 @@ DATA_READS = {
 _MAY_BE_LOGGED = {Tensor.item, Tensor.tolist, Tensor.numpy}
 
 
-def read_value(read: Callable[..., Any], tensor: Tensor, anchor: Tensor | None = None) -> Any:
-    """The result of one of `DATA_READS`, if it is the same for all records, or a `HiddenNumber`; raises DataDependent.
-
-    `anchor` is a tensor that is batched by the vmap over records.
-    """
-    if anchor is not None and level_of(tensor) != level_of(anchor):
-        return read(tensor)  # the same for all records, or batched by a vmap inside the model
+def read_value(read: Callable[..., Any], tensor: Tensor) -> Any:
+    """A `HiddenNumber` in place of the result of one of `DATA_READS`; raises DataDependent."""
     if read in _MAY_BE_LOGGED:
         return HiddenNumber(tensor)
     raise DataDependent(f"{_DEPENDS_ON_DATA} ({read.__name__})")
-
-
-class HiddenGradFn:
-    """Placeholder for a tensor's grad_fn, which would give access to all records' gradients and saved tensors."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(f"grad_fn.{name} would give access to the tensors of all records.")
 
 
 def describe(value: Any) -> str:
