@@ -105,9 +105,8 @@ def explain(error: BaseException) -> str:
     message = (words_of(error) or type(error).__name__).splitlines()[0]
     message = f"there is no key {message}" if isinstance(error, KeyError) else message
     frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith(_CHECKPOINT) for frame in frames):
-        message = f"checkpointing: {message}"
-    known = (advice for pattern, advice in _ADVICE if re.search(pattern, message))
+    named = f"{type(error).__name__}: {message}"
+    known = (advice for pattern, advice in _ADVICE if re.search(pattern, named))
     message = next(known, "{}.").format(message.removesuffix("."))
     frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]  # type: ignore[assignment]
     if not frames or not Path(frames[-1].filename).exists():
@@ -116,29 +115,13 @@ def explain(error: BaseException) -> str:
 
 
 _LIBRARIES = tuple(f"{Path(package.__file__).parent}/" for package in (torch, dpexp))  # type: ignore[arg-type]
-_CHECKPOINT = str(Path("torch", "utils", "checkpoint.py"))
-CONSTANT_WRITTEN = r"vmap: (inplace|(aten::)?\w+_\(self)|different inplace randomness|doesn't match the broadcast shape"
-_ADVICE = (  # pattern in the message, what to say; {} is the message itself
+_ADVICE = (  # pattern in the error's class and message, what to say; {} is the message itself
     (
-        "checkpointing: .*setup_context",
-        "reentrant checkpointing runs a backward pass of its own. Pass use_reentrant=False.",
-    ),
-    (
-        "value out of a tracing tensor",
-        "the value of a weight or buffer is read, which may differ in each round. Keep it a tensor: "
-        "torch.where(condition, a, b), a product instead of .item().",
-    ),
-    (
-        "dynamic shape|boolean mask|differently shaped|equal size",
+        "DynamicOutputShape|dynamic shape",
         "a shape depends on a record's data. Keep the shape and weight with a mask: torch.where(mask, x, 0), x * mask.",
     ),
     (
-        CONSTANT_WRITTEN,
-        "a tensor that is the same for all records is written to. Create it from a record's tensor, as "
-        "x.new_zeros(...) does, or use torch.cat, torch.stack or torch.where.",
-    ),
-    (
-        r"calling \.item\(\)|data-dependent",
+        "DataDependentOutput|data-dependent",
         "PyTorch itself reads a record's value. Keep it a tensor: torch.where(condition, a, b).",
     ),
     ("depends on a record's data", "{}. Keep it a tensor: torch.where(condition, a, b), a product instead of .item()."),
@@ -146,7 +129,5 @@ _ADVICE = (  # pattern in the message, what to say; {} is the message itself
         "different to the input size|Target size .* must be the same",
         "{}. A record is a batch of one, whose dimension squeeze() removes, too. Write squeeze(-1).",
     ),
-    ("data pointer|numpy", "NumPy cannot process records separately. Use functions of torch."),
     ("Python's or NumPy's generator", "{}. Use torch's generator, as torch.rand does."),
-    ("setup_context", "a torch.autograd.Function has no setup_context. Add it, and generate_vmap_rule = True."),
 )

@@ -259,7 +259,7 @@ class _Tracing:
         if python_random_states() != python_random:
             raise NotTraceable("training_step draws by Python's or NumPy's generator, once for all records")
         _check_operators(graph)
-        if _check_writes(graph):
+        if _check_writes(graph, self._inputs.names()):
             inputs = [t.detach() for t in (*self._state, *self._record)]
             with self._fake, quick_tracing():
                 graph = proxy_tensor.make_fx(torch.func.functionalize(graph, remove="mutations"), _OF_WRITES)(*inputs)
@@ -347,6 +347,8 @@ _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
 def _check_operators(graph: fx.GraphModule) -> None:
     """Raises NotTraceable: an operator may keep state, communicate, or raise an error for some records."""
     for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(graph, str(node.target)), torch.Generator):
+            raise NotTraceable("it draws from a generator of its own")
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         namespace = getattr(node.target, "namespace", None)
@@ -354,16 +356,19 @@ def _check_operators(graph: fx.GraphModule) -> None:
             namespace not in _ALLOWED and getattr(node.target, "__module__", "") != "_operator"
         ):
             raise NotTraceable(f"it calls {node.target}, which is not one of PyTorch's operators")
-        if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
-            raise NotTraceable("it draws from a generator of its own")
         if node.target is CHECKS_ERRORS:
             raise NotTraceable(
                 f"{node.args[1]} raises an error for some records; {node.args[1]}_ex, if it exists, does not"
             )
 
 
-def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
-    """The tensors that are written to, through views; raises NotTraceable if the graph did not make one."""
+def _check_writes(graph: fx.GraphModule, names: list[str]) -> set[fx.Node]:
+    """The tensors that are written to, through views; raises NotTraceable if the graph did not make one.
+
+    Args:
+        names: of the first inputs, which are parameters and buffers.
+    """
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     origin: dict[fx.Node, fx.Node] = {}
     written = set()
     for node in graph.graph.nodes:
@@ -387,7 +392,9 @@ def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
                     continue
                 written.add(origin[tensor])
                 if origin[tensor].op in ("placeholder", "get_attr"):
-                    raise NotTraceable(f"it writes to {origin[tensor].target}, which it did not make ({node.target})")
+                    of_module = dict(zip(inputs, names, strict=False))
+                    what = of_module.get(origin[tensor], "its batch" if origin[tensor] in inputs else "a constant")
+                    raise NotTraceable(f"it writes to {what} in place ({_name(node)})")
     return written
 
 
