@@ -242,7 +242,7 @@ MODELS = {
     "channels_last": (lambda: convolutions().to(memory_format=torch.channels_last), images),
 }
 ONE = "one at a time"
-SLOW = ("reversed", "branching", "packed", "checkpointed_reentrant")  # others are traced
+SLOW = ("branching", "packed")  # others are traced
 MECHANISMS = {"separate": clipping.Separate(), "joint": clipping.Joint()}
 
 

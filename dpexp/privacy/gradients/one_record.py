@@ -6,6 +6,7 @@ traced has seen one record and no numbers: fake tensors have shapes and types al
 copy. The rounds run operators of this graph, and no Python of the user's.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -389,10 +390,22 @@ def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
 
 # ---- simpler operators -----------------------------------------------------------------------------------------------
 
+
+
+def _is_view_of_all(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether as_strided shows all entries in order, as in the pooling of images whose channels are last in memory."""
+    ordered = x.is_contiguous() and torch.empty_strided(size, stride, device="meta").is_contiguous()
+    return ordered and not offset and math.prod(size) == x.numel()
+
+
 # Functional forms of writes through views, for which vmap has no rules.
 _OF_WRITES = {
     **decompositions_of([aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter]),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape).clone(),
+    aten.as_strided.default: lambda x, size, *how: x.view(size) if _is_view_of_all(x, size, *how) else NotImplemented,
+    aten.as_strided_scatter.default: lambda x, source, *how: (
+        source.reshape(x.shape).clone() if _is_view_of_all(x, *how) else NotImplemented
+    ),
 }
 
 
