@@ -398,8 +398,17 @@ def _is_view_of_all(x: Tensor, size: Sequence[int], stride: Sequence[int], offse
     return ordered and not offset and math.prod(size) == x.numel()
 
 
+def _filled(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> Any:
+    """x[mask] = number, without the shape of x[mask]."""
+    (mask, *others) = indices
+    if others or mask is None or mask.dtype != torch.bool or value.numel() != 1 or accumulate:
+        return NotImplemented
+    return torch.where(mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim())), value.reshape(()), x)
+
+
 # Functional forms of writes through views, for which vmap has no rules.
 _OF_WRITES = {
+    aten.index_put.default: _filled,
     **decompositions_of([aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter]),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape).clone(),
     aten.as_strided.default: lambda x, size, *how: x.view(size) if _is_view_of_all(x, size, *how) else NotImplemented,
@@ -452,7 +461,7 @@ def _initialise(graph: fx.Graph) -> None:
         users = [user for user in node.users if not (_name(user) in _OVERWRITING and user.args[0] is node)]
         if users:
             with graph.inserting_after(node):
-                zeros = graph.call_function(aten.zero.default, (node,))
+                zeros = graph.call_function(aten.zeros_like.default, (node,))
             zeros.meta = dict(node.meta)
             for user in users:
                 user.replace_input_with(node, zeros)
