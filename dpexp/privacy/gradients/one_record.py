@@ -211,6 +211,8 @@ class _Tracing:
         self._state = [self._fake.from_tensor(t, static_shapes=True) for t in real]
         fakes = {id(t): fake for t, fake in zip(real, self._state, strict=True)}
         self._parameters = {name: fakes[id(p)] for name, p in parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None  # of the last round
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
         self._record = [t.clone().requires_grad_(trained) for t, trained in some]
         with self._inputs.replaced(self._state):
