@@ -298,7 +298,8 @@ def _depend_on_inputs(graph: fx.Graph, names: list[str]) -> list[str]:
 
 
 class _Reads(TorchFunctionMode):
-    """Gives a number of a record, which a fake tensor does not have, a placeholder that may be logged.
+    """Gives a number of a record, which a fake tensor does not have, a placeholder that may be logged; and makes
+    gradients of tables dense.
 
     Attributes:
         error: the last one that a function of torch raised, even if the caller caught it.
@@ -312,6 +313,8 @@ class _Reads(TorchFunctionMode):
         try:
             if func in DATA_READS and isinstance(args[0], FakeTensor):
                 return read_value(func, args[0])
+            if kwargs and kwargs.get("sparse"):  # embedding and embedding_bag
+                kwargs = kwargs | {"sparse": False}
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.error = error
