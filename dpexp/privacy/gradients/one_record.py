@@ -216,7 +216,7 @@ class _Tracing:
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
         self._record = [t.clone().requires_grad_(trained) for t, trained in some]
         with self._inputs.replaced(self._state):
-            self._copy = copy_of(module)
+            self._copy = copy_of(module, lambda t: fakes.get(id(t), t))
         self.found: list[nn.Module] = []
         self.kept: list[str] = []
 
