@@ -31,6 +31,7 @@ def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = lambda t: t)
     with ExitStack() as around:
         for kind in (Tensor, nn.Parameter):
             around.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: tensor(t)))
+        copied: Any
         memo: dict[int, Any] = {}
         held = [value for layer in module.modules() for value in vars(layer).values()]
         memo |= {id(value): value for value in held if isinstance(value, _SHARED)}
@@ -50,7 +51,9 @@ def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = lambda t: t)
 
 # Attributes that PyTorch and Lightning change by themselves.
 _OWN = {*vars(nn.Module()), *vars(pl.LightningModule()), "_flat_weights", "_flat_weight_refs"} - {
-    "training", "_forward_hooks", "_forward_pre_hooks"
+    "training",
+    "_forward_hooks",
+    "_forward_pre_hooks",
 }
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
