@@ -258,6 +258,7 @@ class _Tracing:
         if python_random_states() != python_random:
             raise NotTraceable("training_step draws by Python's or NumPy's generator, once for all records")
         _check_operators(graph)
+        _drop_copies(graph.graph)
         if _check_writes(graph):
             inputs = [t.detach() for t in (*self._state, *self._record)]
             with self._fake, quick_tracing():
@@ -394,6 +395,17 @@ _OF_WRITES = {
     **decompositions_of([aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter]),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape).clone(),
 }
+
+
+def _drop_copies(graph: fx.Graph) -> None:
+    """Drops autograd's copies of gradients into memory of their own, which would otherwise count as writes."""
+    for node in [*graph.nodes]:
+        if node.target is aten.copy_.default and node.args[0].target is aten.new_empty_strided.default:
+            own, gradient = node.args
+            if [*own.users] == [node] and own.meta["val"].shape == gradient.meta["val"].shape:
+                node.replace_all_uses_with(gradient)
+                graph.erase_node(node)
+                graph.erase_node(own)
 
 
 def _is_same(node: fx.Node) -> bool:
