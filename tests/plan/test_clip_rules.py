@@ -210,7 +210,7 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
             engine.begin(t)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                engine.add_chunk(lambda one: module(one).square().sum(), rows, len(rows))
+                engine.add_chunk(lambda own, one: own(one).square().sum(), rows, len(rows))
             sums.append({name: total.clone() for name, total in engine._sums.items()})
         some, others = sums
         for group in engine.current_plan.groups:

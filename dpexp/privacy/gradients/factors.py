@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from dpexp._torch_compat import TO_COPY, UNSAFE_INDEX_PUT, UNSAFE_VIEW, inputs_of
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
     DenseGradient,
@@ -55,19 +56,19 @@ def shape_of(node: fx.Node) -> torch.Size:
 
 def _terms(node: fx.Node, views: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Its summands, each with the views and casts that follow it, the last one first."""
-    args = node.args
+    args = inputs_of(node)
     if node.target is aten.add.Tensor and not node.kwargs:
         summands = [a for a in args if isinstance(a, fx.Node) and shape_of(a) == shape_of(node)]
         if len(summands) == 2:
             return [term for a in summands for term in _terms(a, views)]
     if node.target in _VIEWS:
-        return _terms(args[0], [*views, node])  # type: ignore[arg-type]
+        return _terms(args[0], [*views, node])
     return [(node, views)]
 
 
-_CASTS = {aten.clone.default, aten._to_copy.default}
+_CASTS = {aten.clone.default, TO_COPY}
 _VIEWS = _CASTS | {
-    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.transpose.int,
+    aten.t.default, aten.view.default, UNSAFE_VIEW, aten.reshape.default, aten.transpose.int,
     aten.permute.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
 }  # fmt: skip
 
@@ -95,18 +96,18 @@ def _use(leaf: fx.Node, views: list[fx.Node], shape: torch.Size, of_records: set
 
 def _mm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """[p, T] @ [T, d]."""
-    g, x = leaf.args
+    g, x = inputs_of(leaf)
     turned = _is_transposed(shape_of(leaf), views, shape)
     if turned is None:
         return None
     if turned:
-        return Use([x, g], lambda x, g: outer_products(g.transpose(1, 2), x))  # type: ignore[list-item]
-    return Use([g, x], lambda g, x: outer_products(x, g.transpose(1, 2)))  # type: ignore[list-item]
+        return Use([x, g], lambda x, g: outer_products(g.transpose(1, 2), x))
+    return Use([g, x], lambda g, x: outer_products(x, g.transpose(1, 2)))
 
 
 def _bmm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """[1, p, T] @ [1, T, d]."""
-    g, x = leaf.args
+    g, x = inputs_of(leaf)
     if shape_of(leaf)[0] != 1:
         return None
     return _products_of_batches(g, x, _is_transposed(shape_of(leaf), views, shape))
@@ -114,10 +115,11 @@ def _bmm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
 
 def _sum(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """The sum over n of [n, p, T] @ [n, T, d]."""
-    of, dims = leaf.args[:2]
-    if not (isinstance(of, fx.Node) and of.target is aten.bmm.default and [*dims] == [0]):  # type: ignore[misc]
+    of, dims = inputs_of(leaf)[:2]
+    if not (isinstance(of, fx.Node) and of.target is aten.bmm.default and [*dims] == [0]):
         return None
-    return _products_of_batches(*of.args, _is_transposed(shape_of(leaf)[-2:], views, shape))  # type: ignore[arg-type]
+    g, x = inputs_of(of)
+    return _products_of_batches(g, x, _is_transposed(shape_of(leaf)[-2:], views, shape))
 
 
 def _products_of_batches(g: Any, x: Any, turned: bool | None) -> Use | None:
@@ -132,45 +134,45 @@ def _products_of_batches(g: Any, x: Any, turned: bool | None) -> Use | None:
 
 
 def _embedding(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
-    g, index, rows, padding, scale_by_frequency = leaf.args
+    g, index, rows, padding, scale_by_frequency = inputs_of(leaf)
     if views or scale_by_frequency:
         return None
 
     def gradient(g: Tensor, index: Tensor) -> LayerGradient:
         index, g = index.reshape(len(index), -1), g.reshape(len(g), -1, g.shape[-1])
-        g = g if padding < 0 else torch.where((index == padding)[..., None], 0, g)  # type: ignore[operator]
-        return EmbeddingGradient(index, g, rows)  # type: ignore[arg-type]
+        g = g if padding < 0 else torch.where((index == padding)[..., None], 0, g)
+        return EmbeddingGradient(index, g, rows)
 
-    return Use([g, index], gradient)  # type: ignore[list-item]
+    return Use([g, index], gradient)
 
 
 def _added_rows(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """Rows that are added to a table of zeros, as by the backward pass of table[index]."""
     if leaf.target is aten.index_add.default:
-        table, dim, index, g = leaf.args[:4]
+        table, dim, index, g = inputs_of(leaf)[:4]
         fits = dim == 0 and not leaf.kwargs
     else:
-        table, (index, *others), g, *accumulate = leaf.args  # type: ignore[misc]
+        table, (index, *others), g, *accumulate = inputs_of(leaf)
         fits = not others and accumulate[:1] == [True]
-    zeros = table.target in _ZEROS  # type: ignore[union-attr]
-    if views or not fits or not zeros or len(shape) != 2 or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
+    zeros = table.target in _ZEROS
+    if views or not fits or not zeros or len(shape) != 2 or index.meta["val"].dtype == torch.bool:
         return None
 
     def gradient(g: Tensor, index: Tensor) -> LayerGradient:
         index = torch.where(index < 0, index + shape[0], index)
         return EmbeddingGradient(index.reshape(len(index), -1), g.reshape(len(g), -1, shape[1]), shape[0])
 
-    return Use([g, index], gradient)  # type: ignore[list-item]
+    return Use([g, index], gradient)
 
 
 _ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.full.default}
 
 
 def _convolution(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
-    backward, k = leaf.args
-    if backward.target is not aten.convolution_backward.default or k != 1:  # type: ignore[union-attr]
+    backward, k = inputs_of(leaf)
+    if backward.target is not aten.convolution_backward.default or k != 1:
         return None
-    g, x, weight, _, *geometry, _ = backward.args  # type: ignore[union-attr]
+    g, x, weight, _, *geometry, _ = inputs_of(backward)
     if any(node.target not in _CASTS for node in views) or shape_of(weight) != shape:
         return None
     return Use([g, x], lambda g, x: _convolution_gradient(g, x, shape, tuple(geometry)))
@@ -216,7 +218,7 @@ _READERS: dict[Any, Callable[[fx.Node, list[fx.Node], torch.Size], Use | None]] 
     aten.sum.dim_IntList: _sum,
     aten.embedding_dense_backward.default: _embedding,
     aten.index_put.default: _added_rows,
-    aten._unsafe_index_put.default: _added_rows,
+    UNSAFE_INDEX_PUT: _added_rows,
     aten.index_add.default: _added_rows,
     operator.getitem: _convolution,
 }
