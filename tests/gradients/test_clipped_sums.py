@@ -16,7 +16,6 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.round import PrivateRound
-from dpexp.privacy.state_checks import StateFound
 
 B = 6
 
@@ -242,7 +241,7 @@ MODELS = {
     "channels_last": (lambda: convolutions().to(memory_format=torch.channels_last), images),
 }
 ONE = "one at a time"
-SLOW = ("reversed", "branching", "packed", "checkpointed_reentrant")  # others are traced
+SLOW = ("branching", "packed")  # others are traced
 MECHANISMS = {"separate": clipping.Separate(), "joint": clipping.Joint()}
 
 
@@ -289,7 +288,7 @@ KINDS = [("separate", "flat"), ("joint", "per_layer"), ("separate", "per_layer")
 
 @pytest.mark.parametrize(
     ("name", "mechanism", "grouping"),
-    [*((name, *KINDS[i % 4]) for i, name in enumerate(MODELS)), *(("tied", *kind) for kind in KINDS)],
+    [*((name, *KINDS[i % 4]) for i, name in enumerate(MODELS)), *(("twice", *kind) for kind in KINDS)],
 )
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     module, batch = case(name)
@@ -311,7 +310,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     assert engine.mode == (ONE if name in SLOW else "traced"), engine.reason
 
 
-@pytest.mark.parametrize("name", ["convolutions", "tied", "lstm"])
+@pytest.mark.parametrize("name", ["norms", "tied", "lstm"])
 def test_float32_equals_one_record_at_a_time(name):
     module, batch = case(name, torch.float32)
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
@@ -338,7 +337,7 @@ def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
 
 
 def test_chunks_change_nothing():
-    module, batch = case("convolutions")
+    module, batch = case("mlp")
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
@@ -371,37 +370,6 @@ def test_a_non_finite_record_contributes_nothing(name, bad):
         assert relative_error(sums, without) < 1e-5
 
 
-class KeepingWhatIsLarge(nn.Module):
-    """Keeps nothing of records such as are made up."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = 1.0
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        if (largest := x.abs().max().item()) > 100:
-            self.scale = largest
-        return self.head(x) * self.scale
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_state_that_only_records_bring_about_stops_the_round():
-    torch.manual_seed(0)
-    module, (x, y) = KeepingWhatIsLarge(), rows()
-    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=3, noise_multiplier=1.0), module, GaussianNoise())
-    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
-    for t in range(2):
-        engine.begin(t)
-        engine.add_chunk(lambda _, one: loss_of(one), stacked((x, y)), B)
-        engine.end()
-    engine.begin(2)
-    engine.add_chunk(lambda _, one: loss_of(one), stacked((1000 * x, y)), B)
-    with pytest.raises(StateFound, match="differs after other records") as found:
-        engine.end()
-    assert found.value.last_clean_round == 2
-
-
 def test_a_parameter_that_is_changed_inside_training_step_is_refused_by_name():
     for change in CHANGES.values():
         module = nn.Sequential(nn.Identity(), Changing(change))
@@ -423,7 +391,6 @@ class Changing(nn.Module):
 CHANGES = {
     "in place": lambda weight, x: weight.detach().clamp_(-0.1, 0.1),
     "through data": lambda weight, x: weight.data.clamp_(-0.1, 0.1),
-    "by setting data": lambda weight, x: setattr(weight, "data", weight.data.clamp(-0.1, 0.1)),
     "by what a record holds": lambda weight, x: weight.data.mul_(x.abs().max().item()),
 }
 
@@ -460,23 +427,23 @@ def test_a_batch_that_cannot_be_split_is_refused():
 
 def test_what_is_no_tensor_is_the_same_for_all_records():
     module, (x, y) = case("mlp")
-    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
-    engine = PrivateRound(plan, module, GaussianNoise())
+    engine, plan = engine_of(module, 0.1)
+    loss_of = lambda module, one: cross_entropy(one[2] * module(one[0]), one[1])  # noqa: E731
     engine.begin()
     with pytest.warns(UserWarning, match="a batch holds a float besides tensors"):
-        engine.add_chunk(lambda one: cross_entropy(one[2] * module(one[0]), one[1]), (*stacked((x, y)), 2.0), B)
-    assert engine.mode == "vmap"
-    reference = clipped_sums(plan, module, lambda one: cross_entropy(2 * module(one[0]), one[1]), (x, y), B)
+        engine.add_chunk(loss_of, (*stacked((x, y)), 2.0), B)
+    assert engine.mode == ONE
+    reference = clipped_sums(plan, module, lambda one: loss_of(module, (*one, 2.0)), (x, y), B)
     assert relative_error(engine._sums, reference) < 1e-9
 
 
-class ViewGradient(nn.Module):
+class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         self.mix, self.left, self.right, self.head = (nn.Linear(6, 6) for _ in range(4))
 
 
-class Masked(ViewGradient):
+class Masked(Layers):
     """As language models do: a mask is only used where it hides something."""
 
     def forward(self, x):
@@ -487,7 +454,7 @@ class Masked(ViewGradient):
         return self.head(y.mean(1))
 
 
-class Tree(ViewGradient):
+class Tree(Layers):
     """Branches within branches, on a truth, a number and a list."""
 
     def forward(self, x):
@@ -499,13 +466,13 @@ class Tree(ViewGradient):
         return self.head(y.mean(1)) * (2 if (x[0, :1, 1] > 1.5).tolist()[0] else 1)
 
 
-class Sliced(ViewGradient):
+class Sliced(Layers):
     def forward(self, x):
         length = 1 + (x[0, :, 0] > 0).sum().item()
         return self.head(self.mix(x[:, :length]).mean(1))
 
 
-class Trying(ViewGradient):
+class Trying(Layers):
     """Catches whatever comes of asking."""
 
     def forward(self, x):
@@ -516,7 +483,7 @@ class Trying(ViewGradient):
         return self.head(y.mean(1))
 
 
-class Each(ViewGradient):
+class Each(Layers):
     def forward(self, x):
         return self.head(self.mix(x).mean(1)) * x.mean().item()
 
@@ -543,17 +510,10 @@ def test_a_step_that_branches_on_data_runs_one_record_at_a_time(build, chunk):
 
 SHAPED = {
     "rows": lambda y, x: y[x[..., 0] > 0],
-    "numbers": lambda y, x: y[x > 0],
-    "columns": lambda y, x: y[..., x[0, 0] > 0],
-    "with a number": lambda y, x: y[x[..., 0] > 0, 2],
     "nonzero": lambda y, x: y[0, (x[0, :, 0] > 0).nonzero()[:, 0]],
-    "nonzero, one for each dimension": lambda y, x: y[(x[..., 0] > 0).nonzero(as_tuple=True)],
-    "argwhere": lambda y, x: y[0, torch.argwhere(x[0, :, 0] > 0)[:, 0]],
-    "where": lambda y, x: y[torch.where(x[..., 0] > 0)],
     "masked_select": lambda y, x: y.masked_select(x[..., :1] > 0),
-    "written": lambda y, x: put(y, x > 0, 0.5),
     "rows written": lambda y, x: put(y, x[..., 0] > 0, 2 * y[x[..., 0] > 0]),
-    "one for all written": lambda y, x: put(y, x[..., 0] > 0, torch.arange(6.0).to(y)),
+    "written": lambda y, x: put(y, x > 0, 0.5),  # whose shape does not
 }
 
 
@@ -565,7 +525,7 @@ def put(y, mask, value):
 
 @pytest.mark.parametrize("how", SHAPED)
 def test_shapes_that_depend_on_a_record_are_those_of_each(how):
-    class Shaped(ViewGradient):
+    class Shaped(Layers):
         def forward(self, x):
             return self.head(x.mean(1)) + SHAPED[how](self.mix(x), x).square().sum()
 
@@ -573,6 +533,7 @@ def test_shapes_that_depend_on_a_record_are_those_of_each(how):
     engine, plan = engine_of(module)
     sums = sums_of(engine, loss_of, batch, 12, 12)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, 12)) < 1e-9
+    assert (engine.mode == "traced") == (how == "written"), engine.reason
 
 
 class Cancelling(nn.Module):
@@ -619,9 +580,8 @@ ODD = {
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_an_odd_record_moves_no_other(what, monkeypatch):
+def test_an_odd_record_moves_no_other(what):
     """Be it in their chunk or in an earlier one: else they would move by some tenths of S each."""
-    monkeypatch.setattr("dpexp.privacy.mechanism.LOOSE", math.inf)  # which would make norms all but equal
     more, kinds = ODD[what]
     generator = torch.Generator().manual_seed(0)
     x, g = (torch.randn(1, 1, 256, generator=generator).expand(len(kinds), 2, 256).clone() for _ in range(2))
@@ -634,7 +594,7 @@ def test_an_odd_record_moves_no_other(what, monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for some in chunks:
-                engine.add_chunk(module, tuple(t[some] for t in whole), len(whole[0][some]))
+                engine.add_chunk(nn.Module.__call__, tuple(t[some] for t in whole), len(whole[0][some]))
         found.append(engine._sums["weight"].double())
     assert (found[0] - found[1]).norm() <= S * (1 + 1e-4)
     assert (found[2] - found[1]).norm() <= S * (1 + 1e-4)
@@ -649,19 +609,12 @@ class Numberless:
         raise ValueError(name)
 
 
-class Failing:
-    @property
-    def __dict__(self):
-        raise RuntimeError
-
-
 HELD = {
     "a masked array": lambda: np.ma.array([1, 2], mask=[0, 1]),
     "a conjugate": lambda: torch.ones(2, dtype=torch.cfloat).conj(),
     "a lazy module, unregistered": lambda: [nn.LazyLinear(2)],
     "what refuses": Numberless,
     "a class that holds it": lambda: type("Holder", (), {"held": Numberless()})(),
-    "attributes that fail": Failing,
 }
 
 
@@ -676,6 +629,6 @@ def test_what_a_model_holds_ends_no_job(what):
         warnings.simplefilter("error")
         for t in range(2):
             engine.begin(t)
-            engine.add_chunk(lambda x: module(x).sum(), torch.randn(4, 3), 4)
-            engine.step.trace_again(lambda x: module(x).sum(), 1)
+            engine.add_chunk(lambda module, x: module(x).sum(), torch.randn(4, 3), 4)
+            engine.step.trace_again(lambda module, x: module(x).sum(), epoch_begins=True)
     assert engine._sums["weight"].any()

@@ -8,7 +8,6 @@ import torch
 from plans import plan_of
 from torch import nn
 
-from dpexp.privacy.gradients.derived_parameters import View, ViewGradient
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
     DenseGradient,
@@ -17,7 +16,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     outer_products,
 )
 from dpexp.privacy.gradients.norms import norms, outer_product_norms
-from dpexp.privacy.mechanism import GroupMechanism, clip_factors
+from dpexp.privacy.mechanism import clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.clipping import Abadi
@@ -113,7 +112,7 @@ def test_a_directed_search_finds_no_record_beyond_the_bound():
     assert 1 - 1e-6 < worst <= 1
 
 
-@pytest.mark.parametrize("d, value", [(2**18, 1.0), (2**18, 3e-4), (4_200_000, 0.1)])
+@pytest.mark.parametrize("d, value", [(2**18, 1.0), (2**18, 3e-4), (1_100_000, 0.1)])
 def test_large_layers_are_clipped_to_the_bound(d, value):
     """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
     module = nn.Linear(d, 1, bias=False)
@@ -121,7 +120,7 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
     engine = PrivateRound(plan, module, GaussianNoise())
     engine.begin()
     x = torch.full((1, 1, d), value)
-    engine.add_chunk(lambda one: 1e6 * module(one).sum(), x, 1)
+    engine.add_chunk(lambda module, one: 1e6 * module(one).sum(), x, 1)
     reached = exact(engine._sums["weight"]) / S
     assert 1 - 1e-6 < reached <= 1
     dense = DenseGradient(x.view(1, -1).expand(3, -1).contiguous())
@@ -138,11 +137,11 @@ def test_norms_that_underflow(d):
     engine = PrivateRound(plan, module, GaussianNoise())
     for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
         engine.begin()
-        engine.add_chunk(lambda one, factor=factor: factor * module(one).sum(), torch.full((1, 1, d), value), 1)
+        engine.add_chunk(lambda module, one, factor=factor: factor * module(one).sum(), torch.full((1, 1, d), value), 1)
         assert exact(engine._sums["weight"]) <= S
     x = torch.full((2, 3, 50), 1e-25)
     true = torch.bmm(torch.full((2, 60, 3), 1e20, dtype=torch.float64), x.double()).flatten(1).norm(dim=1)
-    assert (outer_product_norms(x, torch.full((2, 3, 60), 1e20))[0] >= true).all()
+    assert (outer_product_norms(x, torch.full((2, 3, 60), 1e20)) >= true).all()
 
 
 def test_norms_that_overflow_count_as_infinite():
@@ -167,28 +166,4 @@ def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p):
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(2, T, d, generator=generator), torch.randn(2, T, p, generator=generator)
     true = torch.bmm(g.double().transpose(1, 2), x.double()).flatten(1).norm(dim=1)
-    assert ((found := outer_product_norms(x, g)[0] / true) >= 1).all() and (found < 1.003).all(), found
-
-
-def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
-    """Attention's three projections, say, of which one is a product that is small enough to be held."""
-    torch.manual_seed(0)
-    B, T, d = 3, 4, 8
-    x, g = torch.randn(B, T, d), torch.randn(B, T, 5)
-    g[:, 1:] = 0
-    x[:, 1], g[:, 1] = x[:, 0], -(1 - 1e-5) * g[:, 0]  # all but cancels
-    held = torch.randn(B, 3, d) * 1e-6
-    top, bottom = View((5, d), (d, 1), 0), View((3, d), (d, 1), 5 * d)
-    use = ViewGradient([(top, OuterProductGradient(x, g)), (bottom, DenseGradient(held))], torch.Size((8, d)))
-    expected = torch.cat([torch.bmm(g.double().transpose(1, 2), x.double()), held.double()], 1)
-    (group,) = plan_of(nn.Linear(d, 8, bias=False), n=20, q=0.3, steps=1, noise_multiplier=1.0).groups
-    mechanism, bound = GroupMechanism(group), torch.tensor(1e-5, dtype=torch.float64)
-    enlarged = mechanism.norms({"weight": use}, bound)
-    true = expected.flatten(1).norm(dim=1)
-    assert (enlarged.doubtful.amax(0) == 1).all() and (enlarged.norms > 1.01 * true).all()
-    found = mechanism.exact_norms(enlarged, torch.tensor([0, 2]))
-    assert (found.norms >= true[[0, 2]]).all() and (found.norms <= 1.01 * true[[0, 2]]).all()
-    total = {"weight": torch.zeros(8, d)}
-    c = clip_factors(group.clip_rule, found.norms, bound, torch.float32).double()
-    mechanism.add(found, bound, total)
-    torch.testing.assert_close(total["weight"].double(), c[0] * expected[0] + c[1] * expected[2], atol=1e-9, rtol=1e-3)
+    assert ((found := outer_product_norms(x, g) / true) >= 1).all() and (found < 1.003).all(), found

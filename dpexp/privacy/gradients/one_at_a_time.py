@@ -79,7 +79,9 @@ class OneAtATime:
             raise ConfigError(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
 
     def choose_synthetic(self, chunk: Chunk, public: list | None) -> None:
-        """Chooses synthetic records with finite losses and gradients; raises ConfigError if there are none."""
+        """Chooses synthetic records with finite losses and gradients; raises ConfigError if there are none, or if the
+        step changes a weight."""
+        weights = self.weights()
         with own_state(self._device), no_seeds():
             options = synthetic_options(smallest_index_range(chunk, self._module), public_leaves(public, chunk))
             error, failed = None, True
@@ -91,6 +93,7 @@ class OneAtATime:
                 except Exception as caught:
                     error = error or caught
                     continue
+                self.refuse_changes(weights)
                 failed = False
                 gradients = [gradient for name, gradient in one.by_name.items() if name in self._parameters]
                 if not gradients:

@@ -6,6 +6,7 @@ traced has seen one record and no numbers: fake tensors have shapes and types al
 copy. The rounds run operators of this graph, and no Python of the user's.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -211,6 +212,8 @@ class _Tracing:
         self._state = [self._fake.from_tensor(t, static_shapes=True) for t in real]
         fakes = {id(t): fake for t, fake in zip(real, self._state, strict=True)}
         self._parameters: dict[str, Tensor] = {name: fakes[id(p)] for name, p in parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None  # of the last round
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
         self._record = [t.clone().requires_grad_(trained) for t, trained in some]
         with self._inputs.replaced(self._state):
@@ -300,7 +303,8 @@ def _depend_on_inputs(graph: fx.Graph, names: list[str]) -> list[str]:
 
 
 class _Reads(TorchFunctionMode):
-    """Gives a number of a record, which a fake tensor does not have, a placeholder that may be logged.
+    """Gives a number of a record, which a fake tensor does not have, a placeholder that may be logged; and makes
+    gradients of tables dense.
 
     Attributes:
         error: the last one that a function of torch raised, even if the caller caught it.
@@ -314,6 +318,8 @@ class _Reads(TorchFunctionMode):
         try:
             if func in DATA_READS and isinstance(args[0], FakeTensor):
                 return read_value(func, args[0])
+            if kwargs and kwargs.get("sparse"):  # embedding and embedding_bag
+                kwargs = kwargs | {"sparse": False}
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.error = error
@@ -401,10 +407,31 @@ def _check_writes(graph: fx.GraphModule, names: list[str]) -> set[fx.Node]:
 
 # ---- simpler operators -----------------------------------------------------------------------------------------------
 
+
+
+def _is_view_of_all(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether as_strided shows all entries in order, as in the pooling of images whose channels are last in memory."""
+    ordered = x.is_contiguous() and torch.empty_strided(size, stride, device="meta").is_contiguous()
+    return ordered and not offset and math.prod(size) == x.numel()
+
+
+def _filled(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> Any:
+    """x[mask] = number, without the shape of x[mask]."""
+    (mask, *others) = indices
+    if others or mask is None or mask.dtype != torch.bool or value.numel() != 1 or accumulate:
+        return NotImplemented
+    return torch.where(mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim())), value.reshape(()), x)
+
+
 # Functional forms of writes through views, for which vmap has no rules.
 _OF_WRITES: dict[Any, Any] = {
+    aten.index_put.default: _filled,
     **decompositions_of([aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter]),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape).clone(),
+    aten.as_strided.default: lambda x, size, *how: x.view(size) if _is_view_of_all(x, size, *how) else NotImplemented,
+    aten.as_strided_scatter.default: lambda x, source, *how: (
+        source.reshape(x.shape).clone() if _is_view_of_all(x, *how) else NotImplemented
+    ),
 }
 
 
@@ -462,7 +489,7 @@ def _initialise(graph: fx.Graph) -> None:
         users = [user for user in node.users if not (_name(user) in _OVERWRITING and user.args[0] is node)]
         if users:
             with graph.inserting_after(node):
-                zeros = graph.call_function(aten.zero.default, (node,))
+                zeros = graph.call_function(aten.zeros_like.default, (node,))
             zeros.meta = dict(node.meta)
             for user in users:
                 user.replace_input_with(node, zeros)

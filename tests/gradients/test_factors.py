@@ -1,0 +1,476 @@
+"""Factors read off the graph of one record: norms and sums are those of each record's gradient by ordinary autograd."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus import GradSampleModule
+from reference import record, stacked
+from test_norms import exact
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_map
+
+from dpexp.privacy.gradients import layer_gradients
+from dpexp.privacy.gradients.chunk import Chunk
+from dpexp.privacy.gradients.layer_gradients import (
+    ConvolutionGradient,
+    DenseGradient,
+    EmbeddingGradient,
+    OuterProductGradient,
+    merge,
+    outer_products,
+)
+from dpexp.privacy.gradients.lifted import Lifted
+from dpexp.privacy.gradients.norms import full_precision, outer_product_norms
+from dpexp.privacy.gradients.one_record import trace_one
+from dpexp.privacy.plan.groups import trainable
+from dpexp.privacy.private_metrics import Values
+
+B = 5
+
+
+def loss_of(module, x):
+    """In which every output counts differently, so that no gradient vanishes by symmetry."""
+    y = module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    return (y * torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).sin().view(y.shape)).square().sum()
+
+
+def lifted_from_one(module, x, loss_of=loss_of):
+    """The lifted graph of one record, and what it gives for all."""
+    chunk = Chunk.of(loss_of, stacked(x), len(x))
+    parameters = {**trainable(module)}
+    one = trace_one(loss_of, module, parameters, chunk, Values({}, next(iter(parameters.values()))))
+    lifted = Lifted(one)
+    with torch.no_grad(), full_precision(torch.device("cpu")):
+        return lifted, lifted([t.detach() for t in one.inputs.tensors()], chunk.tensors)
+
+
+def assert_equals_autograd(module, x, tolerance=1e-9, loss_of=loss_of):
+    """Norms and weighted sums of each parameter's gradients; returns the names of those that are stored."""
+    lifted, found = lifted_from_one(module, x, loss_of)
+    by_record, c = [], torch.linspace(-0.5, 2, len(x), dtype=torch.float64)
+    for i in range(len(x)):
+        module.zero_grad()
+        loss = loss_of(module, record(x, i))
+        loss.backward()
+        assert found.losses[i].item() == pytest.approx(loss.item(), rel=1e3 * tolerance)
+        by_record.append({name: p.grad for name, p in module.named_parameters()})
+    for name, p in trainable(module).items():
+        if name not in found.by_name:
+            assert all(each[name] is None or not each[name].any() for each in by_record), name
+            continue
+        dense = torch.stack([each[name].double().to_dense().flatten() for each in by_record])
+        size, true = dense.norm() + 1e-12, dense.norm(dim=1)
+        norms, total = found.by_name[name].squared_norms().sqrt(), torch.zeros(p.shape)
+        total = total.to(torch.promote_types(p.dtype, torch.float32))
+        assert (norms >= true * (1 - tolerance)).all() and (norms <= true + (2e-2 + tolerance) * size).all(), name
+        found.by_name[name].add_weighted_sum(c.to(total.dtype), total)
+        assert (total.flatten() - c @ dense).norm() <= 3 * tolerance * size, name
+        if tolerance < 1e-3:
+            assert (found.by_name[name].materialize().reshape(dense.shape) - dense).norm() <= tolerance * size, name
+    assert_norms_are_not_too_small(module, x, loss_of)
+    return lifted.stored
+
+
+def assert_norms_are_not_too_small(module, x, loss_of):
+    """In float32, against what is added to a sum."""
+    types = {name: p.dtype for name, p in module.named_parameters()}
+    module.float()
+    _, found = lifted_from_one(module, tree_map(lambda t: t.float() if t.is_floating_point() else t, x), loss_of)
+    for name, p in trainable(module).items():
+        for i in range(len(x)) if name in found.by_name else ():
+            total = torch.zeros(p.shape)
+            found.by_name[name].add_weighted_sum(torch.eye(len(x))[i], total)
+            assert exact(total) <= float(found.by_name[name].squared_norms()[i]) ** 0.5 * (1 + 2.0**-22), name
+    module.to(next(iter(types.values())))
+
+
+class Of(nn.Module):
+    """A call of some parameters and x."""
+
+    def __init__(self, call, *shapes):
+        super().__init__()
+        self.call = call
+        self.w = nn.ParameterList(torch.randn(shape) / 2 for shape in shapes)
+
+    def forward(self, x):
+        return self.call(x, *self.w)
+
+
+# Operators, and which parameters' gradients are stored
+
+
+def standardized(weight):
+    mean, deviation = weight.mean((1, 2, 3), keepdim=True), weight.std((1, 2, 3), keepdim=True)
+    return (weight - mean) / (deviation + 1e-5)
+
+
+class StraightThrough(torch.autograd.Function):
+    """The forward pass rounds; the gradient takes no notice."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.round(decimals=1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def filled(x, a, b):
+    """Written into a tensor that was none of the parameters'."""
+    weight = x.new_zeros(4, 3)
+    weight[:2] = a
+    weight[2:, 1] = b
+    return F.linear(x, weight).tanh() * 2
+
+
+def in_place_before(x, weight):
+    weight = weight * 1.0
+    weight[0] *= 2
+    weight.tanh_()
+    return F.linear(x, weight)
+
+
+def thirds(x, weight, bias):
+    return sum(F.linear(x, *part) for part in zip(weight.chunk(3), bias.chunk(3), strict=True))
+
+
+def some_rows(x):
+    return (x[..., 0] > 0).long()
+
+
+CALLS = {
+    "x @ W": (lambda x, w: x @ w, (3, 5)),
+    "x @ W of one vector": (lambda x, w: x[0, 0] @ w, (3, 5)),
+    "W @ x": (lambda x, w: w @ x.mT, (5, 3)),
+    "x @ w": (lambda x, w: x @ w, (3,)),
+    "matrices of heads": (lambda x, w: x @ w, (4, 3, 5)),
+    "addmm, scaled": (lambda x, w, b: torch.addmm(b, x.view(-1, 3), w, beta=0.5, alpha=2), (3, 5), (1, 5)),
+    "transposed": (lambda x, w: F.linear(x, w.t().contiguous()), (3, 5)),
+    "used twice": (lambda x, w: F.linear(F.linear(x, w).tanh(), w.t()), (4, 3)),
+    "einsum": (lambda x, w: torch.einsum("btd, dp -> btp", x, w), (3, 5)),
+    "einsum of heads": (lambda x, w: torch.einsum("btd,dhk->bhtk", x, w), (3, 2, 4)),
+    "einsum of all positions": (lambda x, w: torch.einsum("btd,dtp->bp", x, w), (3, 4, 5)),
+    "einsum with a common index": (lambda x, w: torch.einsum("btd,tdp->btp", x, w), (4, 3, 2)),
+    "einsum of a diagonal": (lambda x, w: torch.einsum("btd,dd->bt", x, w), (3, 3)),
+    "chunks": (thirds, (6, 3), (6,)),
+    "a part": (lambda x, w: F.linear(x, w[1:, 1:]), (6, 4)),
+    "expanded": (lambda x, w: F.linear(x, w.expand(4, 3)), (1, 3)),
+    "joined": (lambda x, a, b: F.linear(x, torch.cat([a, b.t()])), (4, 3), (3, 2)),
+    "embedding": (lambda x, w: F.embedding(some_rows(x), w), (7, 5)),
+    "embedding with padding": (lambda x, w: F.embedding(some_rows(x), w, padding_idx=0), (7, 5)),
+    "embedding by frequency": (lambda x, w: F.embedding(some_rows(x), w, scale_grad_by_freq=True), (7, 5)),
+    "index": (lambda x, w: w[some_rows(x)], (7, 5)),
+    "index from the end": (lambda x, w: w[some_rows(x) - 2], (7, 5)),
+    "index_select": (lambda x, w: w.index_select(0, some_rows(x)[0]), (7, 5)),
+    "constant rows": (lambda x, w: w[torch.tensor([1, -1, 0, 2])] * x[..., :1], (3, 4)),
+    "a table as weight": (lambda x, w: F.linear(F.embedding(some_rows(x), w), w), (7, 5)),
+    "an indexed weight": (lambda x, w: F.linear(w[some_rows(x)], w), (7, 5)),
+    "convolution of 1": (lambda x, w: F.conv1d(x.mT, w), (6, 3, 2)),
+    "convolution in groups": (lambda x, w: F.conv1d(x, w, groups=2, stride=2, dilation=2, padding=2), (6, 2, 2)),
+    "standardized convolution": (lambda x, w, g: F.conv2d(x[:, None], standardized(w) * g), (6, 1, 2, 2), (6, 1, 1, 1)),
+    "normalised": (lambda x, w: F.linear(x, F.normalize(w)), (4, 3)),
+    "merged adapter": (lambda x, a, b: F.linear(x, b @ a), (2, 3), (4, 2)),
+    "adapter": (lambda x, a, b: F.linear(F.linear(x, a), b), (2, 3), (4, 2)),
+    "straight through": (lambda x, w: F.linear(x, StraightThrough.apply(w)), (4, 3)),
+    "scale": (lambda x, w: x * w, (3,)),
+    "number": (lambda x, w: x * w, ()),
+    "decay": (lambda x, w: F.linear(x, w).square().sum() + w.square().sum(), (4, 3)),
+    "without gradients": (lambda x, w: F.linear(x, w / w.detach().abs().max()), (4, 3)),
+    "in place": (in_place_before, (4, 3)),
+    "filled": (filled, (2, 3), (2,)),
+    "queries": (lambda x, q, w: F.scaled_dot_product_attention(F.linear(q, w)[None].expand(len(x), 4, 3), x, x),
+                (4, 3), (3, 3)),
+    "complex": (lambda x, w: torch.view_as_real(torch.complex(x, x) @ torch.view_as_complex(w)), (3, 4, 2)),
+    "prelu": (lambda x, w: F.prelu(x.mT, w), (3,)),
+    "gradient within": (lambda x, w: torch.func.grad(lambda z: F.linear(z, w.exp()).tanh().sum())(x) + x, (3, 3)),
+    "one for several": (lambda x, w: torch.einsum("btd,dp->btp", x[..., :1], w), (3, 2)),
+}  # fmt: skip
+STORED = {  # the others have factors
+    **dict.fromkeys(("addmm, scaled", "chunks", "joined", "standardized convolution", "filled"), [0, 1]),
+    **dict.fromkeys((
+        "x @ w", "matrices of heads", "einsum with a common index", "einsum of a diagonal", "a part", "expanded",
+        "embedding by frequency", "normalised", "scale", "number", "decay", "without gradients", "in place", "complex",
+        "prelu", "gradient within", "one for several",
+    ), [0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name):
+    torch.manual_seed(0)
+    call, *shapes = CALLS[name]
+    stored = assert_equals_autograd(Of(call, *shapes).double(), torch.randn(B, 4, 3).double())
+    assert [int(one.split(".")[1]) for one in stored] == STORED.get(name, [])
+
+
+class Attention(nn.Module):
+    def __init__(self, across=False, **options):
+        super().__init__()
+        self.across, self.options = across, options
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        y, weights = self.attention(x, x.flip(1) if self.across else x, x, **self.options)
+        return y if weights is None else torch.cat([y.flatten(), weights.flatten()])
+
+
+class ScaledDotProduct(nn.Module):
+    """Attention by the function itself, of [*lead, T, 8], with a mask that data, a parameter or neither makes."""
+
+    def __init__(self, lead, mask, of, **options):
+        super().__init__()
+        self.lead, self.shape, self.of, self.options = lead, mask, of, options
+        self.project, self.shift = nn.Linear(8, 8), nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        each = 1 + torch.arange(math.prod(self.lead)).view(*self.lead, 1, 1) / 10
+        q = self.project(x.view(5, 8)).expand(*self.lead, 5, 8) * each
+        k = v = q[..., ::2, :, :] if self.options.get("enable_gqa") else q.roll(1, -1)
+        mask = {
+            "data": lambda: (x.view(5, 8)[:, :1] > -0.5) | torch.eye(5, dtype=torch.bool),
+            "parameter": lambda: self.shift.tanh(),
+            "constant": lambda: torch.ones(5, 5).tril().bool(),
+            None: lambda: None,
+        }[self.of]()
+        mask = mask if mask is None else mask.reshape(5, 5).expand(self.shape)
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options).flatten(0, -3 if self.lead else -2)
+
+
+class Squashed(nn.Module):
+    def forward(self, weight):
+        return 2 * weight.tanh()
+
+
+def parametrised(layer, name):
+    nn.utils.parametrize.register_parametrization(layer, name, Squashed())
+    return layer
+
+
+class Stepped(nn.Module):
+    """A recurrent cell over the positions of x [N, T, d]."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state = None
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return torch.cat(state, -1) if isinstance(state, tuple) else state
+
+
+CAUSAL = torch.ones(5, 5).triu(1).bool()
+PADDING = torch.tensor([[False, False, False, False, True]])
+LAYERS = {  # with an input of [B, 5, 8]
+    "layer norm": lambda: nn.LayerNorm([5, 8]),
+    "root mean square norm": lambda: nn.RMSNorm(8),
+    "group norm": lambda: nn.GroupNorm(5, 5),
+    "instance norm": lambda: nn.InstanceNorm1d(5, affine=True),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 3)),
+    "old weight norm": lambda: nn.utils.weight_norm(nn.Conv1d(5, 2, 2), dim=None),
+    "normed table": lambda: nn.Sequential(parametrised(nn.Linear(8, 4), "weight"), nn.Tanh(), nn.Linear(4, 2)),
+    "gru": lambda: parametrised(nn.GRU(8, 3, 2, batch_first=True, bidirectional=True), "weight_ih_l1"),
+    "lstm cell": lambda: Stepped(nn.LSTMCell(8, 3)),
+    "bilinear": lambda: Of(lambda x, w: F.bilinear(x, x.flip(1), w), (3, 8, 8)),
+    "causal": lambda: Attention(need_weights=False, attn_mask=CAUSAL, is_causal=True),
+    "padded": lambda: Attention(need_weights=False, key_padding_mask=PADDING),
+    "with weights": lambda: Attention(need_weights=True),
+    "across": lambda: Attention(True, need_weights=True, attn_mask=CAUSAL, key_padding_mask=PADDING),
+    "a mask a head": lambda: Attention(need_weights=False, attn_mask=CAUSAL.expand(2, 5, 5)),
+    "scaled": lambda: ScaledDotProduct((1, 2), (), None, scale=0.1),
+    "shared heads": lambda: ScaledDotProduct((3, 4), (), None, enable_gqa=True),
+    **{
+        f"masked by {of}, {lead}, {mask}": lambda lead=lead, mask=mask, of=of: ScaledDotProduct(lead, mask, of)
+        for lead, mask, of in (
+            ((), (5, 5), "data"), ((2,), (5, 5), "parameter"), ((2,), (2, 5, 5), "constant"),
+            ((1, 2), (1, 1, 5, 5), "data"), ((1, 2), (5, 5), "constant"), ((3, 2), (5, 5), "data"),
+            ((3, 2), (2, 5, 5), "parameter"), ((3, 2), (3, 1, 5, 5), "data"), ((3, 2), (3, 1, 5, 5), "constant"),
+            ((2, 3, 2), (2, 1, 1, 5, 5), "data"),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    torch.manual_seed(0)
+    assert_equals_autograd(LAYERS[name]().double(), torch.randn(B, 5, 8).double())
+
+
+SMALL = st.integers(1, 4)
+QUICK = settings(max_examples=8, deadline=None, derandomize=True)
+
+
+@QUICK
+@given(lead=st.lists(SMALL, max_size=2), d=st.integers(1, 6), p=st.integers(1, 6), bias=st.booleans(), seed=SMALL)
+def test_linear(lead, d, p, bias, seed):
+    torch.manual_seed(seed)
+    stored = assert_equals_autograd(nn.Linear(d, p, bias).double(), torch.randn(3, *lead, d).double())
+    assert "weight" not in stored
+
+
+@settings(QUICK, max_examples=16)
+@given(
+    space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
+    dilation=st.integers(1, 2), padding=st.sampled_from([0, 1, "same", "valid"]),
+    mode=st.sampled_from(["zeros", "reflect", "circular"]), bias=st.booleans(), width=SMALL,
+)  # fmt: skip
+def test_convolutions(space, groups, k, stride, dilation, padding, mode, bias, width):
+    torch.manual_seed(0)
+    make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[space - 1]
+    stride = 1 if padding == "same" else stride
+    layer = make(2 * groups, width * groups, k, stride, padding, dilation, groups, bias, mode)
+    stored = assert_equals_autograd(layer.double(), torch.randn(3, 2 * groups, *(7, 6, 5)[:space]).double())
+    assert "weight" not in stored
+
+
+@QUICK
+@given(
+    space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
+    dilation=st.integers(1, 2), padding=st.integers(0, 1), width=SMALL,
+)  # fmt: skip
+def test_transposed_convolutions(space, groups, k, stride, dilation, padding, width):
+    torch.manual_seed(0)
+    make = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[space - 1]
+    layer = make(2 * groups, width * groups, k, stride, padding, stride - 1, groups, True, dilation)
+    stored = assert_equals_autograd(layer.double(), torch.randn(3, 2 * groups, *(5, 4, 3)[:space]).double())
+    assert "weight" not in stored
+
+
+@QUICK
+@given(rows=st.integers(1, 5), d=SMALL, T=st.integers(1, 6), padding=st.booleans(), seed=SMALL)
+def test_embeddings(rows, d, T, padding, seed):
+    torch.manual_seed(seed)
+    index = torch.randint(rows, (3, T))
+    layer = nn.Embedding(rows, d, padding_idx=0 if padding else None, sparse=seed == 1)
+    assert assert_equals_autograd(layer.double(), index) == []
+    for mode in ("sum", "mean")[seed % 2 :]:
+        bag = nn.EmbeddingBag(rows, d, mode=mode, padding_idx=rows - 1 if padding else None)
+        assert_equals_autograd(bag.double(), index)
+
+
+@pytest.mark.parametrize("d, p, k, side", [(8, 40, 3, 5), (30, 6, 3, 6), (2, 3, 2, 12)])
+def test_convolutions_by_each_method(d, p, k, side, monkeypatch):
+    """Gram matrices; the gradients of a few records at a time; all gradients at once."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(layer_gradients, "_MATERIALIZED_ENTRIES", 1000)
+    layer, x = nn.Conv2d(d, p, k, bias=False).double(), torch.randn(B, d, side, side).double()
+    found = lifted_from_one(layer, x)[1].by_name["weight"]
+    assert isinstance(found, DenseGradient if d == 2 else ConvolutionGradient)
+    assert d == 2 or (found._unfold is not None) == (d == 8)
+    assert_equals_autograd(layer, x)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(8, 6), lambda: nn.Conv1d(5, 6, 3), lambda: Attention()])
+def test_factors_of_low_precision_are_multiplied_in_full(layer):
+    torch.manual_seed(0)
+
+    def autocast(module, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(module, x).float()
+
+    assert_equals_autograd(layer(), torch.randn(B, 5, 8), 2e-2, autocast)
+
+
+def test_no_gradient_is_stored_of_matrices_that_are_large_against_the_number_of_positions(monkeypatch):
+    monkeypatch.setattr(OuterProductGradient, "materialize", lambda use: pytest.fail("a gradient is stored"))
+    torch.manual_seed(0)
+    for call, *shapes in (
+        (lambda x, w, v: F.linear(x @ w, v), (60, 50), (40, 50)),
+        (lambda x, w: torch.einsum("btd,dhk->bhtk", x, w), (60, 2, 25)),
+        (lambda x, w: F.linear(x, w) @ w, (50, 60)),
+    ):
+        module = Of(call, *shapes)
+        lifted, found = lifted_from_one(module, torch.randn(B, 3, 60))
+        assert lifted.stored == [] and all(type(g) is OuterProductGradient for g in found.by_name.values())
+
+
+# The methods of a use, and sharing
+
+
+def uses_and_gradients(T, d, p, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, g = (torch.randn(3, T, size, generator=generator, dtype=torch.float64) for size in (d, p))
+    return x, g, torch.einsum("btp,btd->bpd", g, x)
+
+
+@pytest.mark.parametrize("T, d, p", [(1, 5, 4), (2, 30, 40), (70, 30, 40), (9, 3, 2)])
+def test_outer_products_by_each_method(T, d, p):
+    x, g, gradients = uses_and_gradients(T, d, p)
+    use = outer_products(x, g)
+    assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
+    assert isinstance(use, DenseGradient) == (T > 1 and 2 * T * (d + p) >= d * p)
+    assert torch.allclose(outer_product_norms(x, g).square(), gradients.square().sum((1, 2)), rtol=1e-9)
+    total, c = torch.ones(p, d, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
+    use.add_weighted_sum(c, total)
+    assert torch.allclose(total, 1 + torch.einsum("b,bpd->pd", c, gradients), rtol=1e-9)
+
+
+@pytest.mark.parametrize("closeness", [1.0, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("T, d, p", [(2, 2304, 256), (64, 300, 700), (130, 64, 512)])
+def test_cancelling_terms_do_not_shrink_the_norm(T, d, p, closeness):
+    """Half of the positions all but take back what the other half gives; float32 must not see less than there is."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(20, T // 2, size, generator=generator) for size in (d, p))
+    x = torch.cat([x, x + closeness * torch.randn(x.shape, generator=generator)], 1)
+    g = torch.cat([g, -g + closeness * torch.randn(g.shape, generator=generator)], 1)
+    true = torch.bmm(g.double().transpose(1, 2), x.double()).square().sum((1, 2))
+    assert (outer_product_norms(x, g).square() >= true).all()
+
+
+def test_shared_parameters_keep_their_cross_terms():
+    """Two linear uses; an embedding's two; an embedding tied to a linear layer; a scale used twice."""
+    x, g, gradients = uses_and_gradients(3, 4, 7)
+    index = torch.randint(7, (3, 5), generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(3, 5, 4, dtype=torch.float64)
+    table = EmbeddingGradient(index, rows, 7)
+    for together, total in (
+        ([OuterProductGradient(x, g), OuterProductGradient(2 * x, g)], 3 * gradients),
+        ([table, EmbeddingGradient(index, -3 * rows, 7)], -2 * table.materialize()),
+        ([table, OuterProductGradient(x, g)], table.materialize() + gradients),
+        ([DenseGradient(gradients), OuterProductGradient(x, g)], 2 * gradients),
+    ):
+        use = merge(together)
+        assert torch.allclose(use.squared_norms(), total.square().sum((1, 2)), rtol=1e-9)
+        summed = torch.zeros(7, 4, dtype=torch.float64)
+        use.add_weighted_sum(torch.ones(3, dtype=torch.float64), summed)
+        assert torch.allclose(summed, total.sum(0), rtol=1e-9)
+
+
+# Opacus as a second, independent reference
+
+OF_OPACUS = {
+    "linear": (lambda: nn.Linear(3, 4), lambda: torch.randn(4, 5, 3)),
+    "conv1d": (lambda: nn.Conv1d(2, 4, 3, padding=1), lambda: torch.randn(4, 2, 6)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2), lambda: torch.randn(4, 4, 7, 7)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2, dilation=2), lambda: torch.randn(4, 2, 4, 4, 4)),
+    "embedding": (lambda: nn.Embedding(6, 3), lambda: torch.randint(6, (4, 5))),
+    "layer_norm": (lambda: nn.LayerNorm(6), lambda: torch.randn(4, 3, 6)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), lambda: torch.randn(4, 4, 5)),
+    "instance_norm": (lambda: nn.InstanceNorm2d(3, affine=True), lambda: torch.randn(4, 3, 5, 5)),
+    "rms_norm": (lambda: nn.RMSNorm(6), lambda: torch.randn(4, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", OF_OPACUS)
+def test_per_record_gradients_are_those_of_opacus(name):
+    torch.manual_seed(0)
+    build, data = OF_OPACUS[name]
+    layer, x = build(), data()
+    _, ours = lifted_from_one(layer, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = GradSampleModule(layer, loss_reduction="sum")(x)
+        scale = torch.linspace(0.5, 2, y[0].numel()).sin().view(1, *y.shape[1:])
+        (y * scale).square().sum().backward()
+    for parameter, p in layer.named_parameters():
+        assert torch.allclose(p.grad_sample, ours.by_name[parameter].materialize(), rtol=1e-4, atol=1e-5), parameter
