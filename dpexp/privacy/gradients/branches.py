@@ -55,7 +55,7 @@ for _name in _OPERATIONS.split():
 
 DATA_READS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy,
-    Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero,
+    Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__repr__, Tensor.__format__,
 }  # fmt: skip
 _MAY_BE_LOGGED = {Tensor.item, Tensor.tolist, Tensor.numpy}
 

@@ -217,7 +217,7 @@ class _Tracing:
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
         self._record = [t.clone().requires_grad_(trained) for t, trained in some]
         with self._inputs.replaced(self._state):
-            self._copy = copy_of(module)
+            self._copy = copy_of(module, lambda t: fakes.get(id(t), t))
         self.found: list[nn.Module] = []
         self.kept: list[str] = []
 
@@ -406,7 +406,6 @@ def _check_writes(graph: fx.GraphModule, names: list[str]) -> set[fx.Node]:
 
 
 # ---- simpler operators -----------------------------------------------------------------------------------------------
-
 
 
 def _is_view_of_all(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:

@@ -96,8 +96,9 @@ def refuse_other_parameters(loss: Tensor, parameters: dict[str, Tensor]) -> None
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and leaf.numel() and id(leaf) not in known:
             raise ConfigError(
-                f"model: the loss trains a parameter {[*leaf.shape]} that no group releases: it is not the model's, or "
-                "became trainable during training; register its layer in the model before the plan is made."
+                f"model: the loss trains a parameter {[*leaf.shape]} that no group releases: it is not the model's, "
+                "became trainable during training, or is used otherwise than as an attribute of a module; register its "
+                "layer in the model before the plan is made."
             )
         nodes += [following for following, _ in node.next_functions]
 
