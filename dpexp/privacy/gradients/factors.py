@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from dpexp.privacy.gradients.layer_gradients import (
     DenseGradient,
     EmbeddingGradient,
     LayerGradient,
+    RowsGradient,
+    merge,
     outer_products,
     worth_storing,
 )
@@ -89,6 +92,8 @@ def _is_transposed(matrix: tuple[int, ...], views: list[fx.Node], shape: torch.S
 
 
 def _use(leaf: fx.Node, views: list[fx.Node], shape: torch.Size, of_records: set[fx.Node]) -> Use | None:
+    if leaf.target in (aten.cat.default, aten.slice_backward.default) and not views:
+        return _blocks_of_rows(leaf, shape, of_records)
     read = _READERS.get(leaf.target)
     found = None if read is None else read(leaf, views, shape)
     return found if found is None or not of_records.isdisjoint(found.factors) else None
@@ -210,6 +215,30 @@ def _convolution_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: tup
         terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
         return ConvolutionGradient(x, g, weight_gradient, unfold if gram else None, shape, terms)
     return DenseGradient(torch.func.vmap(weight_gradient)(x, g))
+
+
+def _blocks_of_rows(leaf: fx.Node, shape: torch.Size, of_records: set[fx.Node]) -> Use | None:
+    """Gradients of parts of a parameter, as of a packed weight, whose parts are used by themselves."""
+    if leaf.target is aten.cat.default:
+        parts, *dim = inputs_of(leaf)
+        ends = [*accumulate(shape_of(part)[0] for part in parts)]
+        blocks = [*zip([0, *ends], ends, parts, strict=False)]
+    else:
+        part, _, *dim, start, end, step = inputs_of(leaf)
+        blocks = [(start, min(end, shape[0]), part)] if step == 1 and 0 <= start < end else []
+    uses = [(*rows, uses_of(part, of_records)) for *rows, part in blocks if part.target not in _ZEROS]
+    if dim not in ([], [0]) or not uses or any(use.gradient is DenseGradient for *_, of in uses for use in of):
+        return None
+
+    def gradient(*found: Tensor) -> LayerGradient:
+        factors = iter(found)
+        merged = [
+            (start, end, merge([use.gradient(*islice(factors, len(use.factors))) for use in of]))
+            for start, end, of in uses
+        ]
+        return RowsGradient(merged, shape)
+
+    return Use([factor for *_, of in uses for use in of for factor in use.factors], gradient)
 
 
 _READERS: dict[Any, Callable[[fx.Node, list[fx.Node], torch.Size], Use | None]] = {

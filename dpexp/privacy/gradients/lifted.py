@@ -152,6 +152,7 @@ _RANGES: dict[Any, Callable[..., Ranges]] = {
     aten.scatter.src: lambda x, dim, index, *_: _of_table(x, dim, index),
     aten.scatter.value: lambda x, dim, index, *_: _of_table(x, dim, index),
     aten.scatter_add.default: lambda x, dim, index, *_: _of_table(x, dim, index),
+    aten.binary_cross_entropy.default: lambda x, y, *_: [(x, 0, 1, None), (y, 0, 1, None)],
     aten.nll_loss_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[-1], ignored)],
     aten.nll_loss2d_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[1], ignored)],
 }
@@ -180,10 +181,9 @@ def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None
         users = [*index.users]
         with graph.inserting_before((last if index.op == "placeholder" else index).next):
             fits = None
+            upper = aten.le.Scalar if index.meta["val"].is_floating_point() else aten.lt.Scalar
             for low, high, ignored in sorted(limits_of_index, key=str):
-                one = call(
-                    aten.logical_and.default, call(aten.ge.Scalar, index, low), call(aten.lt.Scalar, index, high)
-                )
+                one = call(aten.logical_and.default, call(aten.ge.Scalar, index, low), call(upper, index, high))
                 one = (
                     one if ignored is None else call(aten.logical_or.default, one, call(aten.eq.Scalar, index, ignored))
                 )

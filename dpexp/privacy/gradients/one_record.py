@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -262,6 +263,7 @@ class _Tracing:
         if python_random_states() != python_random:
             raise NotTraceable("training_step draws by Python's or NumPy's generator, once for all records")
         _check_operators(graph)
+        _drop_copies(graph.graph)
         if _check_writes(graph, self._inputs.names()):
             inputs = [t.detach() for t in (*self._state, *self._record)]
             with self._fake, quick_tracing():
@@ -317,12 +319,28 @@ class _Reads(TorchFunctionMode):
         try:
             if func in DATA_READS and isinstance(args[0], FakeTensor):
                 return read_value(func, args[0])
+            if func is F.embedding_bag and (found := _of_bags(*args, **(kwargs or {}))) is not None:
+                return found
             if kwargs and kwargs.get("sparse"):  # embedding and embedding_bag
                 kwargs = kwargs | {"sparse": False}
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.error = error
             raise
+
+
+def _of_bags(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor | None:  # fmt: skip
+    """F.embedding_bag of bags of equal length, by an embedding, which vmap knows; None: of other bags."""
+    if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or mode == "max":
+        return None
+    counted = torch.ones_like(input) if padding_idx is None else input != padding_idx % len(weight)
+    weights = counted.to(weight.dtype) if per_sample_weights is None else per_sample_weights * counted
+    total = (F.embedding(input, weight) * weights[..., None]).sum(1)
+    return total / counted.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else total
 
 
 @contextmanager
@@ -431,6 +449,17 @@ _OF_WRITES: dict[Any, Any] = {
         source.reshape(x.shape).clone() if _is_view_of_all(x, *how) else NotImplemented
     ),
 }
+
+
+def _drop_copies(graph: fx.Graph) -> None:
+    """Drops autograd's copies of gradients into memory of their own, which would otherwise count as writes."""
+    for node in [*graph.nodes]:
+        if node.target is aten.copy_.default and node.args[0].target is aten.new_empty_strided.default:
+            own, gradient = node.args
+            if [*own.users] == [node] and own.meta["val"].shape == gradient.meta["val"].shape:
+                node.replace_all_uses_with(gradient)
+                graph.erase_node(node)
+                graph.erase_node(own)
 
 
 def _is_same(node: fx.Node) -> bool:
