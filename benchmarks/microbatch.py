@@ -23,14 +23,14 @@ B, TURNS = 512, 15
 def step_of(model, x, y, k):
     """One round's gradients of a batch of B examples; k = 0: without privacy."""
 
-    def loss_of(batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
+    def loss_of(module, batch):
+        return F.cross_entropy(module(batch[0]), batch[1])
 
     if k == 0:
 
         def plain():
             model.zero_grad()
-            loss_of((x, y)).backward()
+            loss_of(model, (x, y)).backward()
 
         return plain
     record = Microbatch(k)
@@ -49,7 +49,7 @@ def step_of(model, x, y, k):
 
     def private():
         engine.begin()
-        engine.add_chunk(lambda _, one: loss_of(one), units, B // k)
+        engine.add_chunk(loss_of, units, B // k)
         engine.end()
         engine.release(Nowhere())
 

@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dpexp
 from dpexp import Sampling, Target, make_plan
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
+from dpexp.privacy import round
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.round import PrivateRound
 
@@ -85,11 +86,11 @@ POINTS = [
     for owner, call in (
         (PrivateRound, "begin"), (PrivateRound, "add_chunk"), (PrivateRound, "release"), (SharedLedger, "commit"),
         (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "reduce_to_main"), (Processes, "broadcast"),
-        (PrivateRound, "_noised"),
+        (round, "add_noise"),
     )
     for when in ("before", "after")
 ]  # fmt: skip
-OF_THE_FIRST = {(LedgerWriter, "commit"), (PrivateRound, "_noised")}
+OF_THE_FIRST = {(LedgerWriter, "commit"), (round, "add_noise")}
 
 
 def arm(owner: Any, call: str, when: str, nth: int) -> None:

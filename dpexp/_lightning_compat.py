@@ -5,8 +5,6 @@ dpexp uses `lightning` if it is imported before dpexp's classes are.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +54,6 @@ def validation_loader(trainer: pl.Trainer) -> Any:
     """The validation loader, or None."""
     source = trainer.fit_loop.epoch_loop.val_loop._data_source
     return source.dataloader() if source.is_defined() else None
-
-
-@contextmanager
-def results_dropped(trainer: pl.Trainer) -> Iterator[None]:
-    """Drops what the module logs within this context."""
-    loop = trainer.fit_loop.epoch_loop
-    before, loop._results = loop._results, type(loop._results)(training=True)
-    try:
-        yield
-    finally:
-        loop._results = before
 
 
 def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction as no_torch_functions  # the public one leaves function modes on
 from torch._C import DisableTorchFunctionSubclass as no_subclasses
-from torch._C import _disabled_torch_dispatch_impl, _functorch
+from torch._C import _functorch
 from torch._decomp import get_decompositions as decompositions_of
-from torch._functorch import autograd_function
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import _lazy_graph_module
@@ -23,54 +22,41 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # base class of 
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "BatchNorm", "FakeTensor", "FakeTensorMode", "InstanceNorm", "OpOverload", "OpOverloadPacket", "SpectralNorm",
+    "BatchNorm", "FakeTensor", "FakeTensorMode", "InstanceNorm", "OpOverload", "SpectralNorm",
     "TreeSpec", "decompositions_of", "no_subclasses", "no_torch_functions", "proxy_tensor", "register_pytree_node",
     "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
 ]  # fmt: skip
 
 # Tensors under vmap, for which torch.func has no public functions.
 is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
-is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 unbatched: Callable[[Tensor], Tensor] = _functorch.get_unwrapped  # [..., B, ...]
 batch_dim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
 level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
 current_level: Callable[[], Any] = _functorch.maybe_current_level
 batched: Callable[[Tensor, Any, int], Tensor] = _functorch._add_batch_dim  # (tensor, dimension, level)
 
-PACK_PADDED_SEQUENCE = torch._VF._pack_padded_sequence  # the only function by which a mode sees the public one
-ctc_of_tensors = torch.ops.aten._ctc_loss.Tensor  # the public one makes constants of lengths
-PAD_PACKED_SEQUENCE = torch._VF._pad_packed_sequence
+UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
+UNSAFE_INDEX_PUT = torch.ops.aten._unsafe_index_put.default
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CHECKS_ERRORS = torch.ops.aten._linalg_check_errors.default
-EMBEDDING_BAGS = (
-    torch.ops.aten._embedding_bag,
-    torch.ops.aten._embedding_bag_forward_only,
-)  # in graphs of torch.export
 
 tree_children: Callable[[TreeSpec], list[TreeSpec]] = getattr(TreeSpec, "children", lambda spec: spec.children_specs)
-version_of: Callable[[Tensor], int] = attrgetter("_version")  # the number of writes to a tensor
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor of which another is a view
-qualified_name: Callable[[OpOverloadPacket], str] = attrgetter("_qualified_op_name")
 operator_function: Callable[[OpOverload], Callable[..., Any]] = attrgetter("_op")  # calls it without dispatch in Python
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-def has_own_dispatch(value: Any) -> bool:
-    """Whether it is a tensor of a class that overrides operators."""
-    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
 def arguments_of(operator: Any) -> list[Any]:
     """The arguments in an operator's schema; empty for a Python function."""
     schema = getattr(operator, "_schema", None)
     return [] if schema is None else schema.arguments
+
+
+def inputs_of(node: torch.fx.Node) -> Any:
+    """The positional arguments of a node: a tuple whose types the node's operator knows."""
+    return node.args
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
@@ -101,25 +87,6 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Abstra
 
 
 @contextmanager
-def checkpointing_disabled(on_call: Callable[[Any], None]) -> Iterator[None]:
-    """Makes non-reentrant torch.utils.checkpoint keep activations in the block.
-
-    `on_call` receives (args, kwargs) of each checkpointed function after its call.
-    """
-    generator = checkpoint._checkpoint_without_reentrant_generator
-
-    def keep(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if preserve and context_fn is checkpoint.noop_context_fn:
-            yield
-            on_call((args, kwargs))
-        else:
-            yield from generator(function, preserve, context_fn, *args, **kwargs)
-
-    with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", keep):
-        yield
-
-
-@contextmanager
 def distributions_unchecked() -> Iterator[None]:
     """Meanwhile distributions do not check their arguments, which would be a branch on a record's values."""
     checks = Distribution._validate_args
@@ -128,11 +95,6 @@ def distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checks)
-
-
-def vmap_rules_refused(refuse: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Calls `refuse(interpreter, rule, function, …)` in place of autograd functions' own vmap rules in the block."""
-    return patch.object(autograd_function, "custom_function_call_vmap_helper", refuse)
 
 
 @contextmanager

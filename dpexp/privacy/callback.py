@@ -150,6 +150,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         bound = getattr(training_step, "__self__", None) is pl_module
 
         def step(own: pl.LightningModule) -> Callable[..., Any]:
+            muted_logging.mute_metrics(own, self._logged)
             return MethodType(training_step.__func__, own) if bound else training_step  # type: ignore[attr-defined]
 
         @wraps(training_step)
@@ -196,4 +197,4 @@ class _TrainersLoop(Loop):
     def after_dry_run(self, kept: Sequence[str]) -> None:
         refusals.refuse_read_by_hooks(self._module, kept)
         refusals.refuse_monitors(self._trainer, self._module, *self._names)
-        muted_logging.say_dropped(self._module, self._names[0], self._plan)
+        muted_logging.say_dropped(self._names[0], self._plan)

@@ -340,12 +340,6 @@ class SharedLedger:
         self._counts[Round(self._sampling, tuple(self._queries))] += 1
         self._sampling = None
 
-    def not_private(self, reason: str) -> None:
-        """See `LedgerWriter`."""
-        self._reason = self._reason or reason
-        if self._writer:
-            self._writer.not_private(reason)
-
     def sync(self) -> None:
         if self._writer:
             self._writer.sync()

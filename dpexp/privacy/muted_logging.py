@@ -21,7 +21,7 @@ from dpexp.privacy.private_metrics import release
 from dpexp.privacy.round import PrivateRound
 
 
-def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
+def mute(module: pl.LightningModule, logged: set[str]) -> None:
     """Replaces `log` and metrics of torchmetrics until `unmute`, since in training their values are not private.
 
     `log` adds the name to `logged` and passes the value on for private release; it is dropped unless the plan has a
@@ -29,15 +29,19 @@ def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if logged is not None:
-            logged.add(name)
+        logged.add(name)
         release(name, value)
 
     module.log = log  # type: ignore[method-assign]
-    for metric in _metrics(module):
-        if _OWN not in vars(metric):
-            own = {name: metric.__dict__.get(name) for name in _MUTED}
-            vars(metric).update({name: partial(_muted, metric, name) for name in _MUTED} | {_OWN: own})
+    mute_metrics(module, logged)
+
+
+def mute_metrics(module: pl.LightningModule, logged: set[str]) -> None:
+    """The same for metrics alone: those of a copy of a muted module have their own methods again."""
+    for name, metric in _metrics(module):
+        vars(metric).setdefault(_OWN, {method: vars(metric).get(method) for method in _MUTED})
+        note = partial(logged.add, f"self.{name}")
+        vars(metric).update({method: partial(_muted, metric, method, note) for method in _MUTED})
 
 
 def log_released(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
@@ -47,17 +51,16 @@ def log_released(module: pl.LightningModule, name: str, value: float, **options:
 
 def unmute(module: pl.LightningModule) -> None:
     module.__dict__.pop("log", None)
-    for metric in _metrics(module):
+    for _, metric in _metrics(module):
         for name, own in vars(metric).pop(_OWN, {}).items():
             vars(metric).pop(name, None)
             if own is not None:
                 setattr(metric, name, own)
 
 
-def say_dropped(module: pl.LightningModule, logged: set[str], plan: PrivacyPlan) -> None:
+def say_dropped(logged: set[str], plan: PrivacyPlan) -> None:
     """Warns of values of training_step that are not released, by name."""
     names = logged - {vector.name for group in plan.groups for vector in group.vectors}
-    names |= {f"self.{name}" for name, part in module.named_modules() if _DROPPED in vars(part)}
     if names:
         warnings.warn(
             f"what training_step logs is private, and is dropped: {', '.join(sorted(names))}; to release a value with "
@@ -70,13 +73,14 @@ _MUTED = ("forward", "update", "compute")
 _OWN, _DROPPED = "_dpexp_own", "_dpexp_dropped"
 
 
-def _metrics(module: pl.LightningModule) -> list[Any]:
-    return [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
+def _metrics(module: pl.LightningModule) -> list[tuple[str, Any]]:
+    return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)]
 
 
-def _muted(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def _muted(metric: Any, name: str, note: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
     """Replaces a metric's methods; the result cannot be read, unless no update was dropped."""
     if name != "compute":
+        note()
         vars(metric)[_DROPPED] = True
     elif not vars(metric).get(_DROPPED):
         own = vars(metric)[_OWN]["compute"]

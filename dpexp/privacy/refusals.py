@@ -252,10 +252,10 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
 def refuse_read_by_hooks(module: nn.Module, kept: Sequence[str]) -> None:
     """Refuses attributes that a step sets, on a copy of the module, and that a hook reads of the module itself."""
     for hook in _READING:
-        function = getattr(type(module), hook, None)
-        if isinstance(module, pl.LightningModule) and is_overridden(hook, module) and hasattr(function, "__code__"):
+        code = getattr(getattr(type(module), hook, None), "__code__", None)
+        if isinstance(module, pl.LightningModule) and is_overridden(hook, module) and code is not None:
             for name in kept:
-                if name.partition(".")[0] in function.__code__.co_names:
+                if name.partition(".")[0] in code.co_names:
                     raise ConfigError(_KEPT.format(where=name, hook=hook))
     if kept:
         warnings.warn(

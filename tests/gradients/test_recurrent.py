@@ -88,13 +88,13 @@ def assert_close(found, expected):
 
 def assert_equals_autograd(module, *records):
     """Also that a record's gradients are the same bits beside another one."""
-    found = lifted(module, *records)(weights_of(module), *records)
+    run, weights = lifted(module, *records), weights_of(module)
+    found = run(weights, *records)
     assert_close(found, one_at_a_time(module, *records))
     kept = torch.arange(B) != 2
     for factor in (3, torch.nan):
         others = [torch.cat([t[:2], t[2:3] * factor + 1, t[3:]]) for t in records]
-        changed = lifted(module, *records)(weights_of(module), *others)
-        for a, b in zip(found, changed, strict=True):
+        for a, b in zip(found, run(weights, *others), strict=True):
             assert torch.equal(a[kept], b[kept]) and not torch.equal(a[2], b[2])
 
 
@@ -122,9 +122,9 @@ def tied():
     return Model(lambda m, x: m.second(m.first(x)[0]), first=first, second=second)
 
 
-def of_each_record(m, x):
-    """The recurrent weight differs between records, as under dropout of weights."""
-    own = {name: p * (1 + x.mean().sin()) for name, p in m.layer.named_parameters() if "weight_h" in name}
+def of_each_record(m, x, of="weight_h"):
+    """Weights differ between records, as under dropout of weights."""
+    own = {name: p * (1 + x.mean().sin()) for name, p in m.layer.named_parameters() if of in name}
     return functional_call(m.layer, own, (x,))
 
 
@@ -136,7 +136,10 @@ MODULES = {
     "without a batch": lambda: Model(lambda m, x: m.layer(x[:, 0]), layer=nn.LSTM(D, H, 2)),
     "two sequences a record": lambda: Model(lambda m, x: m.layer(torch.cat([x, x.cos()], 1)), layer=nn.GRU(D, H)),
     "weights of each record": lambda: Model(of_each_record, layer=nn.LSTM(D, H, 2, bidirectional=True)),
-    "projection of each record": lambda: Model(of_each_record, layer=nn.LSTM(D, H, proj_size=2)),
+    "both weights of each record": lambda: Model(of_each_record, layer=nn.LSTM(D, H, proj_size=2)),
+    "projection of each record": lambda: Model(
+        lambda m, x: of_each_record(m, x, "weight_hr"), layer=nn.LSTM(D, H, proj_size=2)
+    ),
     "a trained first state": lambda: Model(
         lambda m, x: m.layer(x, m.start(torch.ones(1, 1, 1).to(x))), layer=nn.RNN(D, H), start=nn.Linear(1, H)
     ),

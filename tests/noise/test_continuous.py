@@ -170,7 +170,7 @@ def released_sum(stream):
     engine = PrivateRound(plan, module, GaussianNoise(stream))
     engine.begin()
     x, y = torch.randn(100, 1, 1), torch.randint(CLASSES, (100, 1))
-    engine.add_chunk(lambda one: F.cross_entropy(module(one[0]), one[1]), (x, y), 100)
+    engine.add_chunk(lambda own, one: F.cross_entropy(own(one[0]), one[1]), (x, y), 100)
     true = engine._sums["weight"].clone()
     return engine, true
 

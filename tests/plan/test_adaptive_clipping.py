@@ -37,15 +37,15 @@ def data():
     return torch.randn(B, 3, dtype=torch.float64), torch.randint(0, 2, (B,))
 
 
-def loss_of(net):
-    return lambda batch: F.cross_entropy(net(batch[0][None]), batch[1][None])
+def loss_of(net, one):
+    return F.cross_entropy(net(one[0][None]), one[1][None])
 
 
 def norms_by_hand(net, x, y):
     """[B] of each layer, one record at a time."""
     found = {"0": [], "2": []}
     for one in zip(x, y, strict=True):
-        gradients = torch.autograd.grad(loss_of(net)(one), list(net.parameters()))
+        gradients = torch.autograd.grad(loss_of(net, one), list(net.parameters()))
         for name, (weight, bias) in (("0", gradients[:2]), ("2", gradients[2:])):
             found[name].append(math.hypot(float(weight.norm()), float(bias.norm())))
     return {name: np.array(norms) for name, norms in found.items()}
@@ -59,7 +59,7 @@ def carried_out(plan, net, path, rounds):
     for t in range(rounds):
         ledger.sample(plan.at_round(t).sampling.event(N, 0))
         engine.begin(t)
-        engine.add_chunk(loss_of(net), data(), B)
+        engine.add_chunk(loss_of, data(), B)
         engine.end()
         now, released = engine.current_plan, engine.release(ledger)
         yield now, released, bounds.update(released[value_key(UNCLIPPED)])
@@ -96,7 +96,7 @@ def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
     *_, (now, released, _) = carried_out(plan, net, tmp_path / "ledger", 3)
     sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     for one in zip(*data(), strict=True):
-        gradients = dict(zip(sums, torch.autograd.grad(loss_of(net)(one), list(net.parameters())), strict=True))
+        gradients = dict(zip(sums, torch.autograd.grad(loss_of(net, one), list(net.parameters())), strict=True))
         for group in now.groups[:-1]:
             scaled = [
                 gradients[name].flatten() / alpha
@@ -175,7 +175,7 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
         ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
         ledger.sample(plan.sampling.event(N, 0))
         engine.begin()
-        engine.add_chunk(loss_of(net), (x, y), len(x))
+        engine.add_chunk(loss_of, (x, y), len(x))
         return engine.release(ledger)[value_key(UNCLIPPED)] * Q * N
 
     def are(found, each):

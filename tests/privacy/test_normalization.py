@@ -30,8 +30,8 @@ def data(size=5, seed=0):
     return 3 * torch.randn(size, 2, 6, 6, dtype=torch.float64) + 1, torch.randint(0, 3, (size,))
 
 
-def loss_of(model):
-    return lambda batch: F.cross_entropy(model(batch[0][None]), batch[1][None])
+def loss_of(model, one):
+    return F.cross_entropy(model(one[0][None]), one[1][None])
 
 
 def engine_of(model, private):
@@ -46,7 +46,7 @@ def released(engine, path, model, batch):
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     ledger.sample(plan.sampling.event(N, 0))
     engine.begin()
-    engine.add_chunk(loss_of(model), batch, len(batch[0]))
+    engine.add_chunk(loss_of, batch, len(batch[0]))
     averages = engine.release(ledger)
     ledger.close()
     return {name: average * Q * N for name, average in averages.items()}
@@ -98,7 +98,7 @@ def test_gradients_take_statistics_as_constants(tmp_path):
     found = released(engine_of(model, private), tmp_path / "ledger", model, batch)
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for one in zip(*batch, strict=True):
-        gradients = torch.autograd.grad(loss_of(model)(one), list(model.parameters()))
+        gradients = torch.autograd.grad(loss_of(model, one), list(model.parameters()))
         c = min(1.0, 1 / float(torch.cat([g.flatten() for g in gradients]).norm()))
         for name, gradient in zip(expected, gradients, strict=True):
             expected[name] += c * gradient

@@ -134,11 +134,6 @@ def stateful(loop):
     loop.run(step=step)
 
 
-def annealed(loop):
-    for k, sample in enumerate(loop.private.rounds(records())):
-        loop.private.step(lambda model, record, weight=1.0 + k: weight * loss_of(model, record), sample)
-
-
 def another_head(loop):
     head = nn.Linear(3, 3)
     loop.run(step=lambda model, record: F.cross_entropy(head(model(record[0])), record[1]))
@@ -159,7 +154,6 @@ def another_plan(loop):
         (never, "round 1 ended without private.step"),
         (batch_norm, "mixes the records of a batch"),
         (stateful, "changed inside training_step"),
-        (annealed, "a number that it uses has changed"),
         (another_head, "it is not the model's"),
         (another_plan, "the plan was replaced"),
     ],

@@ -12,7 +12,6 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.commands import validate
 from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.layer_rules import RULES
 from dpexp.privacy.private_metrics import metric_releases
 from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name
 
@@ -32,17 +31,8 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-@pytest.fixture
-def rules():
-    """A rule that a page registers is forgotten."""
-    known = dict(RULES)
-    yield
-    RULES.clear()
-    RULES.update(known)
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
-def test_python_runs(page, written, rules, tmp_path, dpexp_job):
+def test_python_runs(page, written, tmp_path, dpexp_job):
     """A page's blocks one after the other, in one namespace."""
     written(page)
     if page.name == "own_loop.md":

@@ -2,7 +2,9 @@
 
 import os
 import random
+import weakref
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -143,21 +145,16 @@ def test_a_collate_fn_with_state_is_refused(tmp_path, collate, name, workers):
     assert_refused(tmp_path, loader, f"the collate_fn {name}")
 
 
-def test_records_of_several_examples_are_checked():
+def rounds_of_microbatches(data):
     plan = plan_of(
         Model(), n=6, sampling="full_batch", q=1.0, steps=2, noise_multiplier=1.0, privacy_unit=Microbatch(2)
     )
+    return loader.RoundLoader(DataLoader(data), plan, 4, KeyStream(), KeyStream())
 
-    def rounds(change):
-        return loader.RoundLoader(DataLoader(Kept(change)), plan, 4, KeyStream(), KeyStream())
 
+def test_a_data_set_with_state_is_refused_for_records_of_several_examples():
     with pytest.raises(ConfigError, match="data set Kept"):
-        rounds(running_mean)
-    loaded = rounds(lambda data, index, x: x)
-    for _ in loaded:
-        parts = [part for _, parts in loaded.sample(torch.device("cpu")) for part in parts]
-        assert sum(part.size for part in parts) == 3 and all(part.batch[0].shape[1:] == (2, 4) for part in parts)
-        loaded.sampler.completed += 1
+        rounds_of_microbatches(Kept(running_mean))
 
 
 # Honest ones
@@ -275,42 +272,62 @@ def test_nothing_is_tested_where_nothing_of_the_user_runs(tmp_path, monkeypatch)
         trained(tmp_path, Model(), DataLoader(TensorDataset(x, y), 2, collate_fn=jittered))
 
 
+class File:
+    """As lmdb's: it may be used only by the process that opened it, in which it may be open once."""
+
+    live: ClassVar = weakref.WeakSet()
+
+    def __init__(self, path):
+        self.opened, self.content = (path, os.getpid()), np.load(path, mmap_mode="r")
+        assert all(file.opened != self.opened for file in self.live), "it is already open"
+        self.live.add(self)
+
+    def __getitem__(self, index):
+        assert self.opened[1] == os.getpid(), "it is of another process"
+        return torch.tensor(self.content[index])
+
+
 class Opened(Dataset):
-    """Opens its file with the first record, as h5py and lmdb want it, which must not be used in another process."""
+    """Opens its file with the first record."""
 
     file = None
 
-    def __init__(self, path, opened):
-        self.path, self.opened = path, opened
-        np.save(path, np.stack([x.numpy() for x, _ in rows(6)]))
+    def __init__(self, folder):
+        self.path, self.log = folder / "x.npy", folder / "opened"
+        np.save(self.path, np.stack([x.numpy() for x, _ in rows(6)]))
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
         if self.file is None:
-            self.file = np.load(self.path, mmap_mode="r"), os.getpid()
-            with open(self.opened, "a") as log:
+            self.file = File(self.path)
+            with open(self.log, "a") as log:
                 log.write(f"{os.getpid()}\n")
-        content, process = self.file
-        assert process == os.getpid(), "this file is of another process"
-        return torch.tensor(content[index]), rows(6)[index][1]
+        return self.file[index], rows(6)[index][1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: ConcatDataset([data])])
 def test_a_file_is_opened_once_by_each_loader_process(tmp_path, workers, wrap):
-    data, log = Opened(tmp_path / "x.npy", tmp_path / "opened"), tmp_path / "opened"
+    data = Opened(tmp_path)
     loader = DataLoader(wrap(data), 2, num_workers=workers)
     released, _ = trained(tmp_path, Model(), loader, steps=3, callback={"max_physical_batch_size": 3})
     expected = sum_of_clipped(Model(), rows(6))
     assert len(released) == 3 and all(torch.allclose(found, expected, atol=1e-6) for found in released)
-    opened = Counter(map(int, log.read_text().split()))
+    opened = Counter(map(int, data.log.read_text().split()))
     of_this = opened.pop(os.getpid())
     if workers:  # two are tested, and two begin in each epoch, which is a round
         assert data.file is None and sorted(opened.values()) == [1] * 6 + [2] * 2
     else:
         assert of_this == 2 and not opened, "by the copy that is tested, and for good"
+
+
+def test_a_file_is_opened_for_records_of_several_examples(tmp_path):
+    rounds = rounds_of_microbatches(Opened(tmp_path))
+    next(iter(rounds))
+    parts = [part for _, parts in rounds.sample(torch.device("cpu")) for part in parts]
+    assert sum(part.size for part in parts) == 3 and all(part.batch[0].shape[1:] == (2, 4) for part in parts)
 
 
 def late(data, index, x):

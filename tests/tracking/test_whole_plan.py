@@ -150,17 +150,6 @@ def test_a_whole_plan_of_which_only_the_store_knows(run_on, ask, store):
     assert budget_used([charge], budget(SMALL), run_on.data_id).whole is not None
 
 
-def test_a_whole_plan_whose_run_is_found_not_to_be_private(run_on):
-    from dpexp.accounting.ledger import LedgerWriter
-
-    output = run_on(z=Z, count=3, planned=PLANNED, **TAG)
-    writer = LedgerWriter(output / "ledger.jsonl", resume=True)
-    writer.not_private("the bound may not have held since round 2")
-    writer.close()
-    (charge,) = run_on.charges()
-    assert charge.not_private_reason is not None
-
-
 def resumable(run_on, z, planned, done):
     return run_on(z=z, count=done, planned=planned, status="KILLED", **TAG)
 

@@ -149,7 +149,7 @@ def test_the_step_of_gpt2_is_traced(folder):
     engine = PrivateRound(plan, module, GaussianNoise())
     engine.begin()
     batch = default_collate([documents().train[k] for k in range(4)])
-    engine.add_chunk(lambda record: module.loss_and_scores(record)[0], stacked(batch), 4)
+    engine.add_chunk(lambda own, record: own.loss_and_scores(record)[0], stacked(batch), 4)
     assert engine.mode == "traced"
 
 

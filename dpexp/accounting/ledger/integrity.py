@@ -65,9 +65,6 @@ class Chain:
         self.rounds += 1
         return self._linked(b'[%d,%d,"' % (self.lines + 1, spec), b'"]\n')
 
-    def not_private(self, reason: str) -> bytes:
-        return self._object({"not_private": reason})
-
     def closing(self) -> bytes:
         return self._object({"rounds": self.rounds, "sha256": self.sha256()})
 

@@ -204,12 +204,6 @@ class LedgerWriter:
         self._counts[round_] += 1
         self._sampling = None
 
-    def not_private(self, reason: str) -> None:
-        """Records that the rounds so far do not cover what the run shows. Raises as `commit`."""
-        chain = self._chain.copy()
-        self._write(chain.not_private(reason), chain)
-        self._not_private_reason, self._closed = self._not_private_reason or reason, False
-
     @contextmanager
     def _refusing_errors(self) -> Iterator[None]:
         try:

@@ -1,8 +1,8 @@
-"""Python code that reads a record's data: branches, `.item()`, text, `grad_fn`.
+"""Python code that reads a record's data: branches, `.item()`, text.
 
-Under vmap one tensor stands for all records of a chunk, so that Python code cannot act on one record's values. A number
-may be passed to a logger, which drops it. Any other use of it raises `DataDependent`, and the records are then
-processed one at a time. `explain` names the line of code and what to write instead.
+A step is traced without numbers, so that Python code cannot act on a record's values. A number may be passed to a
+logger, which drops it. Any other use of it raises `DataDependent`, and the records are then processed one at a time.
+`explain` names the line of code and what to write instead.
 """
 
 import re
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import dpexp
-from dpexp._torch_compat import level_of, tree_leaves
+from dpexp._torch_compat import tree_leaves
 from dpexp.errors import words_of
 
 _DEPENDS_ON_DATA = "a branch or a number depends on a record's data"
@@ -60,23 +60,11 @@ DATA_READS = {
 _MAY_BE_LOGGED = {Tensor.item, Tensor.tolist, Tensor.numpy}
 
 
-def read_value(read: Callable[..., Any], tensor: Tensor, anchor: Tensor | None = None) -> Any:
-    """The result of one of `DATA_READS`, if it is the same for all records, or a `HiddenNumber`; raises DataDependent.
-
-    `anchor` is a tensor that is batched by the vmap over records.
-    """
-    if anchor is not None and level_of(tensor) != level_of(anchor):
-        return read(tensor)  # the same for all records, or batched by a vmap inside the model
+def read_value(read: Callable[..., Any], tensor: Tensor) -> Any:
+    """A `HiddenNumber` in place of the result of one of `DATA_READS`; raises DataDependent."""
     if read in _MAY_BE_LOGGED:
         return HiddenNumber(tensor)
     raise DataDependent(f"{_DEPENDS_ON_DATA} ({read.__name__})")
-
-
-class HiddenGradFn:
-    """Placeholder for a tensor's grad_fn, which would give access to all records' gradients and saved tensors."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(f"grad_fn.{name} would give access to the tensors of all records.")
 
 
 def describe(value: Any) -> str:
@@ -117,9 +105,8 @@ def explain(error: BaseException) -> str:
     message = (words_of(error) or type(error).__name__).splitlines()[0]
     message = f"there is no key {message}" if isinstance(error, KeyError) else message
     frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith(_CHECKPOINT) for frame in frames):
-        message = f"checkpointing: {message}"
-    known = (advice for pattern, advice in _ADVICE if re.search(pattern, message))
+    named = f"{type(error).__name__}: {message}"
+    known = (advice for pattern, advice in _ADVICE if re.search(pattern, named))
     message = next(known, "{}.").format(message.removesuffix("."))
     frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]  # type: ignore[assignment]
     if not frames or not Path(frames[-1].filename).exists():
@@ -128,29 +115,13 @@ def explain(error: BaseException) -> str:
 
 
 _LIBRARIES = tuple(f"{Path(package.__file__).parent}/" for package in (torch, dpexp))  # type: ignore[arg-type]
-_CHECKPOINT = str(Path("torch", "utils", "checkpoint.py"))
-CONSTANT_WRITTEN = r"vmap: (inplace|(aten::)?\w+_\(self)|different inplace randomness|doesn't match the broadcast shape"
-_ADVICE = (  # pattern in the message, what to say; {} is the message itself
+_ADVICE = (  # pattern in the error's class and message, what to say; {} is the message itself
     (
-        "checkpointing: .*setup_context",
-        "reentrant checkpointing runs a backward pass of its own. Pass use_reentrant=False.",
-    ),
-    (
-        "value out of a tracing tensor",
-        "the value of a weight or buffer is read, which may differ in each round. Keep it a tensor: "
-        "torch.where(condition, a, b), a product instead of .item().",
-    ),
-    (
-        "dynamic shape|boolean mask|differently shaped|equal size",
+        "DynamicOutputShape|dynamic shape",
         "a shape depends on a record's data. Keep the shape and weight with a mask: torch.where(mask, x, 0), x * mask.",
     ),
     (
-        CONSTANT_WRITTEN,
-        "a tensor that is the same for all records is written to. Create it from a record's tensor, as "
-        "x.new_zeros(...) does, or use torch.cat, torch.stack or torch.where.",
-    ),
-    (
-        r"calling \.item\(\)|data-dependent",
+        "DataDependentOutput|data-dependent",
         "PyTorch itself reads a record's value. Keep it a tensor: torch.where(condition, a, b).",
     ),
     ("depends on a record's data", "{}. Keep it a tensor: torch.where(condition, a, b), a product instead of .item()."),
@@ -158,7 +129,5 @@ _ADVICE = (  # pattern in the message, what to say; {} is the message itself
         "different to the input size|Target size .* must be the same",
         "{}. A record is a batch of one, whose dimension squeeze() removes, too. Write squeeze(-1).",
     ),
-    ("data pointer|numpy", "NumPy cannot process records separately. Use functions of torch."),
     ("Python's or NumPy's generator", "{}. Use torch's generator, as torch.rand does."),
-    ("setup_context", "a torch.autograd.Function has no setup_context. Add it, and generate_vmap_rule = True."),
 )

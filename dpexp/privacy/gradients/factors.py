@@ -9,16 +9,20 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from dpexp._torch_compat import TO_COPY, UNSAFE_INDEX_PUT, UNSAFE_VIEW, inputs_of
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
     DenseGradient,
     EmbeddingGradient,
     LayerGradient,
+    RowsGradient,
+    merge,
     outer_products,
     worth_storing,
 )
@@ -55,19 +59,19 @@ def shape_of(node: fx.Node) -> torch.Size:
 
 def _terms(node: fx.Node, views: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Its summands, each with the views and casts that follow it, the last one first."""
-    args = node.args
+    args = inputs_of(node)
     if node.target is aten.add.Tensor and not node.kwargs:
         summands = [a for a in args if isinstance(a, fx.Node) and shape_of(a) == shape_of(node)]
         if len(summands) == 2:
             return [term for a in summands for term in _terms(a, views)]
     if node.target in _VIEWS:
-        return _terms(args[0], [*views, node])  # type: ignore[arg-type]
+        return _terms(args[0], [*views, node])
     return [(node, views)]
 
 
-_CASTS = {aten.clone.default, aten._to_copy.default}
+_CASTS = {aten.clone.default, TO_COPY}
 _VIEWS = _CASTS | {
-    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.transpose.int,
+    aten.t.default, aten.view.default, UNSAFE_VIEW, aten.reshape.default, aten.transpose.int,
     aten.permute.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
 }  # fmt: skip
 
@@ -88,6 +92,8 @@ def _is_transposed(matrix: tuple[int, ...], views: list[fx.Node], shape: torch.S
 
 
 def _use(leaf: fx.Node, views: list[fx.Node], shape: torch.Size, of_records: set[fx.Node]) -> Use | None:
+    if leaf.target in (aten.cat.default, aten.slice_backward.default) and not views:
+        return _blocks_of_rows(leaf, shape, of_records)
     read = _READERS.get(leaf.target)
     found = None if read is None else read(leaf, views, shape)
     return found if found is None or not of_records.isdisjoint(found.factors) else None
@@ -95,18 +101,18 @@ def _use(leaf: fx.Node, views: list[fx.Node], shape: torch.Size, of_records: set
 
 def _mm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """[p, T] @ [T, d]."""
-    g, x = leaf.args
+    g, x = inputs_of(leaf)
     turned = _is_transposed(shape_of(leaf), views, shape)
     if turned is None:
         return None
     if turned:
-        return Use([x, g], lambda x, g: outer_products(g.transpose(1, 2), x))  # type: ignore[list-item]
-    return Use([g, x], lambda g, x: outer_products(x, g.transpose(1, 2)))  # type: ignore[list-item]
+        return Use([x, g], lambda x, g: outer_products(g.transpose(1, 2), x))
+    return Use([g, x], lambda g, x: outer_products(x, g.transpose(1, 2)))
 
 
 def _bmm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """[1, p, T] @ [1, T, d]."""
-    g, x = leaf.args
+    g, x = inputs_of(leaf)
     if shape_of(leaf)[0] != 1:
         return None
     return _products_of_batches(g, x, _is_transposed(shape_of(leaf), views, shape))
@@ -114,10 +120,11 @@ def _bmm(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
 
 def _sum(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """The sum over n of [n, p, T] @ [n, T, d]."""
-    of, dims = leaf.args[:2]
-    if not (isinstance(of, fx.Node) and of.target is aten.bmm.default and [*dims] == [0]):  # type: ignore[misc]
+    of, dims = inputs_of(leaf)[:2]
+    if not (isinstance(of, fx.Node) and of.target is aten.bmm.default and [*dims] == [0]):
         return None
-    return _products_of_batches(*of.args, _is_transposed(shape_of(leaf)[-2:], views, shape))  # type: ignore[arg-type]
+    g, x = inputs_of(of)
+    return _products_of_batches(g, x, _is_transposed(shape_of(leaf)[-2:], views, shape))
 
 
 def _products_of_batches(g: Any, x: Any, turned: bool | None) -> Use | None:
@@ -132,45 +139,45 @@ def _products_of_batches(g: Any, x: Any, turned: bool | None) -> Use | None:
 
 
 def _embedding(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
-    g, index, rows, padding, scale_by_frequency = leaf.args
+    g, index, rows, padding, scale_by_frequency = inputs_of(leaf)
     if views or scale_by_frequency:
         return None
 
     def gradient(g: Tensor, index: Tensor) -> LayerGradient:
         index, g = index.reshape(len(index), -1), g.reshape(len(g), -1, g.shape[-1])
-        g = g if padding < 0 else torch.where((index == padding)[..., None], 0, g)  # type: ignore[operator]
-        return EmbeddingGradient(index, g, rows)  # type: ignore[arg-type]
+        g = g if padding < 0 else torch.where((index == padding)[..., None], 0, g)
+        return EmbeddingGradient(index, g, rows)
 
-    return Use([g, index], gradient)  # type: ignore[list-item]
+    return Use([g, index], gradient)
 
 
 def _added_rows(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
     """Rows that are added to a table of zeros, as by the backward pass of table[index]."""
     if leaf.target is aten.index_add.default:
-        table, dim, index, g = leaf.args[:4]
+        table, dim, index, g = inputs_of(leaf)[:4]
         fits = dim == 0 and not leaf.kwargs
     else:
-        table, (index, *others), g, *accumulate = leaf.args  # type: ignore[misc]
+        table, (index, *others), g, *accumulate = inputs_of(leaf)
         fits = not others and accumulate[:1] == [True]
-    zeros = table.target in _ZEROS  # type: ignore[union-attr]
-    if views or not fits or not zeros or len(shape) != 2 or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
+    zeros = table.target in _ZEROS
+    if views or not fits or not zeros or len(shape) != 2 or index.meta["val"].dtype == torch.bool:
         return None
 
     def gradient(g: Tensor, index: Tensor) -> LayerGradient:
         index = torch.where(index < 0, index + shape[0], index)
         return EmbeddingGradient(index.reshape(len(index), -1), g.reshape(len(g), -1, shape[1]), shape[0])
 
-    return Use([g, index], gradient)  # type: ignore[list-item]
+    return Use([g, index], gradient)
 
 
 _ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.full.default}
 
 
 def _convolution(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
-    backward, k = leaf.args
-    if backward.target is not aten.convolution_backward.default or k != 1:  # type: ignore[union-attr]
+    backward, k = inputs_of(leaf)
+    if backward.target is not aten.convolution_backward.default or k != 1:
         return None
-    g, x, weight, _, *geometry, _ = backward.args  # type: ignore[union-attr]
+    g, x, weight, _, *geometry, _ = inputs_of(backward)
     if any(node.target not in _CASTS for node in views) or shape_of(weight) != shape:
         return None
     return Use([g, x], lambda g, x: _convolution_gradient(g, x, shape, tuple(geometry)))
@@ -210,13 +217,37 @@ def _convolution_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: tup
     return DenseGradient(torch.func.vmap(weight_gradient)(x, g))
 
 
+def _blocks_of_rows(leaf: fx.Node, shape: torch.Size, of_records: set[fx.Node]) -> Use | None:
+    """Gradients of parts of a parameter, as of a packed weight, whose parts are used by themselves."""
+    if leaf.target is aten.cat.default:
+        parts, *dim = inputs_of(leaf)
+        ends = [*accumulate(shape_of(part)[0] for part in parts)]
+        blocks = [*zip([0, *ends], ends, parts, strict=False)]
+    else:
+        part, _, *dim, start, end, step = inputs_of(leaf)
+        blocks = [(start, min(end, shape[0]), part)] if step == 1 and 0 <= start < end else []
+    uses = [(*rows, uses_of(part, of_records)) for *rows, part in blocks if part.target not in _ZEROS]
+    if dim not in ([], [0]) or not uses or any(use.gradient is DenseGradient for *_, of in uses for use in of):
+        return None
+
+    def gradient(*found: Tensor) -> LayerGradient:
+        factors = iter(found)
+        merged = [
+            (start, end, merge([use.gradient(*islice(factors, len(use.factors))) for use in of]))
+            for start, end, of in uses
+        ]
+        return RowsGradient(merged, shape)
+
+    return Use([factor for *_, of in uses for use in of for factor in use.factors], gradient)
+
+
 _READERS: dict[Any, Callable[[fx.Node, list[fx.Node], torch.Size], Use | None]] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
     aten.sum.dim_IntList: _sum,
     aten.embedding_dense_backward.default: _embedding,
     aten.index_put.default: _added_rows,
-    aten._unsafe_index_put.default: _added_rows,
+    UNSAFE_INDEX_PUT: _added_rows,
     aten.index_add.default: _added_rows,
     operator.getitem: _convolution,
 }

@@ -29,6 +29,8 @@ class FrozenTrainer:
         ConfigError: data, a method or an object of another kind is read.
     """
 
+    _seen: Any
+
     def __init__(self, seen: Any, copied: Callable[[Any], Any], name: str = "trainer") -> None:
         vars(self).update(_seen=seen, _copied=copied, _name=name, _read={})
         for counter in _COUNTERS if name == "trainer" else ():

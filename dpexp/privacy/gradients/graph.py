@@ -91,7 +91,7 @@ def _differ(some: Tensor, other: Tensor) -> bool:
 
 @dataclass
 class Template:
-    """Makes the graph of any number of rows from two traces whose numbers of rows differ by 1: integers in their code
+    """Makes the graph of any number of rows from two traces of different numbers of rows: integers in their code
     either agree, or are proportional to the number of rows.
 
     Attributes:

@@ -186,11 +186,16 @@ class Graphs:
         return trace(run, inputs, lifted.inputs, lifted.draws)
 
     def _prove(self, one: OneRecord, lifted: Lifted, chunk: Chunk) -> None:
-        """Raises NotTraceable unless a small graph is proved to keep records apart, with the gradients of each."""
+        """Raises NotTraceable unless lifting is proved to keep records apart, and gives the gradients of each."""
         some, others = (self.synthetic.records(chunk, _PROVED_ROWS, seed) for seed in (0, 1))
         compare(one, lifted, some)
-        graph = self._traced(lifted, some)
-        prove(self._runner(lifted, graph), some, others, graph.zeroing)
+        state, clip_norms = lifted.inputs.perturbed(), self._clip.clip_norms((), self._device)
+        prove(
+            lambda records, counted: self._outputs(lifted, state, clip_norms, counted, records.tensors),
+            some,
+            others,
+            lifted.draws,
+        )
 
     def _runner(self, lifted: Lifted, graph: Graph) -> Callable[[Chunk, Tensor], dict[str, Tensor]]:
         """Runs a graph with perturbed weights: (records, which rows count) -> results."""
@@ -198,15 +203,10 @@ class Graphs:
         return lambda records, counted: graph([*state, clip_norms, counted, *records.tensors], self._device)
 
     def _keep(self, one: OneRecord, lifted: Lifted, chunk: Chunk) -> None:
-        """Keeps a shape's graph of usual size, and the template of other sizes."""
+        """Keeps a shape's graph of usual size."""
         key, rows = chunk.key, self._usual
-        graph = self._traced(lifted, self.synthetic.records(chunk, rows, 0))
-        self._templates[key] = None
-        for others in (rows - 1, rows + 1):
-            if self._templates[key] is None and others > 1:  # vmap over one row is another graph
-                other = self._traced(lifted, self.synthetic.records(chunk, others, 0))
-                self._templates[key] = Template.of(graph, rows, other, others)
-        self._steps[key], self._lifted[key], self._graphs[key, rows] = one, lifted, graph
+        self._graphs[key, rows] = self._traced(lifted, self.synthetic.records(chunk, rows, 0))
+        self._steps[key], self._lifted[key] = one, lifted
 
     def _compile(self, chunk: Chunk) -> None:
         """Compiles the graph of usual records, if that is asked for or saves time, compares and proves it."""
@@ -279,14 +279,17 @@ class Graphs:
         return rows_of(found, chunk.size)
 
     def _graph_of(self, chunk: Chunk, key: Hashable, rows: int) -> Graph:
-        """The graph of a traced shape and number of rows: from the template, else traced anew."""
+        """The graph of a shape and number of rows: by the template, which the first two sizes make, else traced."""
         if (key, rows) not in self._graphs:
-            template = self._templates[key]
+            template, lifted = self._templates.get(key), self._lifted[key]
             with own_state(self._device):
-                self._graphs[key, rows] = (
-                    template.of_rows(rows) if template is not None and rows > 1
-                    else self._traced(self._lifted[key], self.synthetic.records(chunk, rows, 0))
-                )  # fmt: skip
+                if template is not None and rows > 1:  # vmap over one row is another graph
+                    graph = template.of_rows(rows)
+                else:
+                    graph = self._traced(lifted, self.synthetic.records(chunk, rows, 0))
+            if key not in self._templates and rows > 1 and self._usual > 1:
+                self._templates[key] = Template.of(self._graphs[key, self._usual], self._usual, graph, rows)
+            self._graphs[key, rows] = graph
         return self._graphs[key, rows]
 
     def _trace_new_shape(self, chunk: Chunk, key: Hashable) -> None:

@@ -7,6 +7,7 @@ A parameter that is used several times (a layer called twice, tied weights, recu
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -199,6 +200,41 @@ class ConvolutionGradient(LayerGradient):
         return torch.func.vmap(self._weight_gradient)(images, g)
 
 
+class RowsGradient(LayerGradient):
+    """Gradients of disjoint blocks of a parameter's rows, as of a weight that is split; other rows have none.
+
+    Args:
+        blocks: (first row, row after the last, gradients of these rows).
+        shape: of the parameter.
+    """
+
+    def __init__(self, blocks: list[tuple[int, int, LayerGradient]], shape: torch.Size) -> None:
+        self.blocks, self._shape = sorted(blocks, key=lambda block: block[0]), shape
+
+    @property
+    def disjoint(self) -> bool:
+        return all(end <= start for (_, end, _), (start, _, _) in pairwise(self.blocks))
+
+    def squared_norms(self) -> Tensor:
+        return torch.stack([gradient.squared_norms() for *_, gradient in self.blocks]).sum(0)
+
+    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        for start, end, gradient in self.blocks:
+            gradient.add_weighted_sum(c, total[start:end])
+
+    def materialize(self) -> Tensor:
+        each = [gradient.materialize() for *_, gradient in self.blocks]
+        found = each[0].new_zeros(len(each[0]), *self._shape)
+        for (start, end, _), one in zip(self.blocks, each, strict=True):
+            rows = found[:, start:end]
+            rows += one.view(rows.shape)
+        return found
+
+    def map_factors(self, change: Callable[[Tensor], Tensor]) -> None:
+        for *_, gradient in self.blocks:
+            gradient.map_factors(change)
+
+
 def merge(gradients: Sequence[LayerGradient]) -> LayerGradient:
     """The sum of a parameter's gradients by several uses."""
     if len(gradients) == 1:
@@ -207,6 +243,10 @@ def merge(gradients: Sequence[LayerGradient]) -> LayerGradient:
         tables: Sequence[EmbeddingGradient] = gradients  # type: ignore[assignment]
         index, g = torch.cat([table.index for table in tables], 1), torch.cat([table.g for table in tables], 1)
         return EmbeddingGradient(index, g, tables[0].num_rows)
+    if all(isinstance(gradient, RowsGradient) for gradient in gradients):
+        together = RowsGradient([block for g in gradients for block in g.blocks], gradients[0]._shape)  # type: ignore[attr-defined]
+        if together.disjoint:
+            return together
     products = [g.as_outer_products() if isinstance(g, EmbeddingGradient) else g for g in gradients]
     sizes = {(g.x.shape[2], g.g.shape[2]) if isinstance(g, OuterProductGradient) else None for g in products}
     if len(sizes) == 1 and None not in sizes:  # not so if a matrix is reshaped before one of its uses

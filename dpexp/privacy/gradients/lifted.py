@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dpexp._torch_compat import batch_dim, batched, is_batched, level_of, unbatched
+from dpexp._torch_compat import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    batch_dim,
+    batched,
+    is_batched,
+    level_of,
+    unbatched,
+)
 from dpexp.privacy.gradients.factors import shape_of, uses_of
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.one_record import NotTraceable, OneRecord
@@ -144,6 +152,7 @@ _RANGES: dict[Any, Callable[..., Ranges]] = {
     aten.scatter.src: lambda x, dim, index, *_: _of_table(x, dim, index),
     aten.scatter.value: lambda x, dim, index, *_: _of_table(x, dim, index),
     aten.scatter_add.default: lambda x, dim, index, *_: _of_table(x, dim, index),
+    aten.binary_cross_entropy.default: lambda x, y, *_: [(x, 0, 1, None), (y, 0, 1, None)],
     aten.nll_loss_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[-1], ignored)],
     aten.nll_loss2d_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[1], ignored)],
 }
@@ -156,9 +165,11 @@ def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None
     """
     ranges: dict[fx.Node, set[tuple[int, int, int | None]]] = defaultdict(set)
     for node in graph.nodes:
-        for index, *limits in _RANGES[node.target](*node.args, **node.kwargs) if node.target in _RANGES else ():
+        for index, low, high, ignored in (
+            _RANGES[node.target](*node.args, **node.kwargs) if node.target in _RANGES else ()
+        ):
             if index in of_records:
-                ranges[index].add(tuple(limits))
+                ranges[index].add((low, high, ignored))
     valid: list[fx.Node] = []
     *_, last = (node for node in graph.nodes if node.op == "placeholder")
 
@@ -170,10 +181,9 @@ def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None
         users = [*index.users]
         with graph.inserting_before((last if index.op == "placeholder" else index).next):
             fits = None
+            upper = aten.le.Scalar if index.meta["val"].is_floating_point() else aten.lt.Scalar
             for low, high, ignored in sorted(limits_of_index, key=str):
-                one = call(
-                    aten.logical_and.default, call(aten.ge.Scalar, index, low), call(aten.lt.Scalar, index, high)
-                )
+                one = call(aten.logical_and.default, call(aten.ge.Scalar, index, low), call(upper, index, high))
                 one = (
                     one if ignored is None else call(aten.logical_or.default, one, call(aten.eq.Scalar, index, ignored))
                 )
@@ -236,8 +246,8 @@ _GROUP_NORM_BACKWARD = aten.native_group_norm_backward.default
 JOINED: dict[Any, Any] = {
     op: Joined(op, *how)
     for op, *how in (
-        (aten._scaled_dot_product_flash_attention_for_cpu.default, (0, 1, 2, "attn_mask"), True),
-        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (*range(6), "attn_mask"), True),
+        (CPU_ATTENTION, (0, 1, 2, "attn_mask"), True),
+        (CPU_ATTENTION_BACKWARD, (*range(6), "attn_mask"), True),
         (aten.addmm.default, (1,)),
         (aten.native_group_norm.default, (0,), False, 3),
         (_GROUP_NORM_BACKWARD, (0, 1, 2, 3), False, 5),  # of the input alone

@@ -31,20 +31,20 @@ def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = lambda t: t)
         for kind in (Tensor, nn.Parameter):
             around.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: tensor(t)))
         memo: dict[int, Any] = {}
-        trainer = getattr(module, "_trainer", None)
-        if trainer is not None:
-            memo[id(trainer)] = FrozenTrainer(trainer, lambda part: copy.deepcopy(part, memo))
         held = [value for layer in module.modules() for value in vars(layer).values()]
         memo |= {id(value): value for value in held if isinstance(value, _SHARED)}
         try:
-            return copy.deepcopy(module, dict(memo))
+            copied = copy.deepcopy(module, known := dict(memo))
         except Exception:
             for value in held:
                 try:
                     copy.deepcopy(value, dict(memo))
                 except Exception:
                     memo[id(value)] = value
-            return copy.deepcopy(module, memo)
+            copied = copy.deepcopy(module, known := memo)
+        if (trainer := getattr(module, "_trainer", None)) is not None:  # Lightning's modules are copied without it
+            copied.trainer = FrozenTrainer(trainer, lambda part: copy.deepcopy(part, known))
+        return copied
 
 
 # Attributes that PyTorch and Lightning change by themselves.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -26,6 +27,7 @@ from dpexp._torch_compat import (
     arguments_of,
     decompositions_of,
     distributions_unchecked,
+    inputs_of,
     own_tensors,
     proxy_tensor,
     quick_tracing,
@@ -210,7 +212,7 @@ class _Tracing:
         real = self._inputs.tensors()
         self._state = [self._fake.from_tensor(t, static_shapes=True) for t in real]
         fakes = {id(t): fake for t, fake in zip(real, self._state, strict=True)}
-        self._parameters = {name: fakes[id(p)] for name, p in parameters.items()}
+        self._parameters: dict[str, Tensor] = {name: fakes[id(p)] for name, p in parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None  # of the last round
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
@@ -224,7 +226,7 @@ class _Tracing:
         mode, python_random = _Reads(), python_random_states()
         buffers = [owner for layer in self._copy.modules() for owner in own_tensors(layer)]
         before, held = attributes(self._copy), [dict(owner) for owner in buffers]
-        names: list[list[str]] = [[], [], []]
+        names: list[list[str]] = []
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             given = iter(tensors[len(self._state) :])
@@ -246,10 +248,10 @@ class _Tracing:
             for p in self._parameters.values():
                 p.grad = None
             kept = self._kept(before, [*zip(buffers, held, strict=True)])
-            tensors = {name: t for name, t in kept.items() if isinstance(t, FakeTensor)}
-            names[:] = [*gradients], [*values], [*tensors]
-            self.kept = [name for name in kept if name not in tensors and not isinstance(kept[name], Tensor)]
-            return [loss.detach(), *gradients.values(), *values.values(), *tensors.values()]
+            traced = {name: t for name, t in kept.items() if isinstance(t, FakeTensor)}
+            names[:] = [*gradients], [*values], [*traced]
+            self.kept = [name for name in kept if name not in traced and not isinstance(kept[name], Tensor)]
+            return [loss.detach(), *gradients.values(), *values.values(), *traced.values()]
 
         with (
             self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_seeds(), torch.enable_grad(),
@@ -261,15 +263,19 @@ class _Tracing:
         if python_random_states() != python_random:
             raise NotTraceable("training_step draws by Python's or NumPy's generator, once for all records")
         _check_operators(graph)
-        if _check_writes(graph):
+        _drop_copies(graph.graph)
+        if _check_writes(graph, self._inputs.names()):
             inputs = [t.detach() for t in (*self._state, *self._record)]
             with self._fake, quick_tracing():
                 graph = proxy_tensor.make_fx(torch.func.functionalize(graph, remove="mutations"), _OF_WRITES)(*inputs)
-        self.kept += _depend_on_inputs(graph.graph, names[2])
+        used, released_values, kept_tensors = names
+        self.kept += _depend_on_inputs(graph.graph, kept_tensors)
         _simplify(graph.graph)
         _initialise(graph.graph)
         graph.recompile()
-        one = OneRecord(graph, self._inputs, self._inputs.specs(), *names[:2], attributes(self._module), self.kept)
+        one = OneRecord(
+            graph, self._inputs, self._inputs.specs(), used, released_values, attributes(self._module), self.kept
+        )
         if any(isinstance(t, FakeTensor) for t in one.constants.values()):
             raise NotTraceable("it reads a tensor that it computed when it was traced before")
         return one
@@ -291,7 +297,7 @@ def _depend_on_inputs(graph: fx.Graph, names: list[str]) -> list[str]:
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if node.op == "placeholder" or random or not of_inputs.isdisjoint(node.all_input_nodes):
             of_inputs.add(node)
-    (outputs,) = graph.output_node().args
+    (outputs,) = inputs_of(graph.output_node())
     count = len(outputs) - len(names)
     graph.output_node().args = (outputs[:count],)
     return [name for name, node in zip(names, outputs[count:], strict=True) if node in of_inputs]
@@ -313,12 +319,28 @@ class _Reads(TorchFunctionMode):
         try:
             if func in DATA_READS and isinstance(args[0], FakeTensor):
                 return read_value(func, args[0])
+            if func is F.embedding_bag and (found := _of_bags(*args, **(kwargs or {}))) is not None:
+                return found
             if kwargs and kwargs.get("sparse"):  # embedding and embedding_bag
                 kwargs = kwargs | {"sparse": False}
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.error = error
             raise
+
+
+def _of_bags(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor | None:  # fmt: skip
+    """F.embedding_bag of bags of equal length, by an embedding, which vmap knows; None: of other bags."""
+    if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or mode == "max":
+        return None
+    counted = torch.ones_like(input) if padding_idx is None else input != padding_idx % len(weight)
+    weights = counted.to(weight.dtype) if per_sample_weights is None else per_sample_weights * counted
+    total = (F.embedding(input, weight) * weights[..., None]).sum(1)
+    return total / counted.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else total
 
 
 @contextmanager
@@ -349,6 +371,8 @@ _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
 def _check_operators(graph: fx.GraphModule) -> None:
     """Raises NotTraceable: an operator may keep state, communicate, or raise an error for some records."""
     for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(graph, str(node.target)), torch.Generator):
+            raise NotTraceable("it draws from a generator of its own")
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         namespace = getattr(node.target, "namespace", None)
@@ -356,16 +380,19 @@ def _check_operators(graph: fx.GraphModule) -> None:
             namespace not in _ALLOWED and getattr(node.target, "__module__", "") != "_operator"
         ):
             raise NotTraceable(f"it calls {node.target}, which is not one of PyTorch's operators")
-        if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
-            raise NotTraceable("it draws from a generator of its own")
         if node.target is CHECKS_ERRORS:
             raise NotTraceable(
                 f"{node.args[1]} raises an error for some records; {node.args[1]}_ex, if it exists, does not"
             )
 
 
-def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
-    """The tensors that are written to, through views; raises NotTraceable if the graph did not make one."""
+def _check_writes(graph: fx.GraphModule, names: list[str]) -> set[fx.Node]:
+    """The tensors that are written to, through views; raises NotTraceable if the graph did not make one.
+
+    Args:
+        names: of the first inputs, which are parameters and buffers.
+    """
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     origin: dict[fx.Node, fx.Node] = {}
     written = set()
     for node in graph.graph.nodes:
@@ -389,12 +416,13 @@ def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
                     continue
                 written.add(origin[tensor])
                 if origin[tensor].op in ("placeholder", "get_attr"):
-                    raise NotTraceable(f"it writes to {origin[tensor].target}, which it did not make ({node.target})")
+                    of_module = dict(zip(inputs, names, strict=False))
+                    what = of_module.get(origin[tensor], "its batch" if origin[tensor] in inputs else "a constant")
+                    raise NotTraceable(f"it writes to {what} in place ({_name(node)})")
     return written
 
 
 # ---- simpler operators -----------------------------------------------------------------------------------------------
-
 
 
 def _is_view_of_all(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
@@ -412,7 +440,7 @@ def _filled(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumula
 
 
 # Functional forms of writes through views, for which vmap has no rules.
-_OF_WRITES = {
+_OF_WRITES: dict[Any, Any] = {
     aten.index_put.default: _filled,
     **decompositions_of([aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter]),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape).clone(),
@@ -423,13 +451,24 @@ _OF_WRITES = {
 }
 
 
+def _drop_copies(graph: fx.Graph) -> None:
+    """Drops autograd's copies of gradients into memory of their own, which would otherwise count as writes."""
+    for node in [*graph.nodes]:
+        if node.target is aten.copy_.default and node.args[0].target is aten.new_empty_strided.default:
+            own, gradient = node.args
+            if [*own.users] == [node] and own.meta["val"].shape == gradient.meta["val"].shape:
+                node.replace_all_uses_with(gradient)
+                graph.erase_node(node)
+                graph.erase_node(own)
+
+
 def _is_same(node: fx.Node) -> bool:
     """Whether the result is the argument; nothing is written to any more, so that a copy is."""
     if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
-        return node.args[0].op != "get_attr"
+        return inputs_of(node)[0].op != "get_attr"
     if node.target not in (aten.expand.default, aten.clone.default):
         return False
-    of, made = (n.meta.get("val") for n in (node.args[0], node))
+    of, made = inputs_of(node)[0].meta.get("val"), node.meta["val"]
     return of is not None and (of.shape, of.stride()) == (made.shape, made.stride())
 
 

@@ -20,13 +20,7 @@ from dpexp.privacy.sampling.fetching import RecordFetcher, Seeding, attempt, cop
 from dpexp.privacy.sampling.privacy_unit import Units
 from dpexp.privacy.state_checks import bits_of
 
-_COMPARED = 8  # records that each loader process fetches several times
-
-
-def _draw(size: int, units: Units | None, stream: KeyStream) -> Any:
-    """What a random record of `size` contributes to a round: its index, or what `units` draws for it."""
-    i = int(stream.words(1)) % size
-    return i if units is None else units.draw(i, stream)
+_COMPARED = 8  # records that each loader process fetches several times, at most
 
 
 class StateTest(RecordFetcher):
@@ -82,7 +76,8 @@ def refuse_state(loader: Any, units: Units | None) -> None:
         return
     size, stream = len(loader.dataset if units is None else units), KeyStream()
     test = StateTest(loader.dataset, loader.collate_fn, units)
-    drawn = [(_draw(size, units, stream), KeyStream().key) for _ in range(_COMPARED)]
+    some = [*dict.fromkeys((stream.words(8 * _COMPARED) % size).tolist())][:_COMPARED]
+    drawn = [(i if units is None else units.draw(i, stream), KeyStream().key) for i in some]
     with own_randomness(torch.device("cpu"), stream):
         seeding = Seeding(loader.worker_init_fn, KeyStream().key)
         tests = fetching_loader(loader, test, [drawn] * max(1, loader.num_workers), seeding)
@@ -107,7 +102,7 @@ def mixing(loader: DataLoader) -> str | None:
         key, forms, rows = KeyStream().key, [], []
         try:
             with own_randomness(device, KeyStream()):
-                a, b, c = (dataset[_draw(len(dataset), None, stream)] for _ in range(3))
+                a, b, c = (dataset[i] for i in (stream.words(3) % len(dataset)).tolist())
             for other in (b, c):
                 with own_randomness(device, KeyStream(key)):
                     leaves, _ = flattened(collate(copy.deepcopy([a, other])))

@@ -4,6 +4,7 @@ import copy
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class RecordFetcher(Dataset):
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], units: Units | None) -> None:
         self._dataset, self._collate, self._units = dataset, collate, units
-        self._collate_one = collate if units is None else self._collate_unit
+        self._collate_one = collate if units is None else partial(_collate_unit, collate)
         self._collate_each = SingleCollation(self._collate_one)
 
     def __getitems__(self, drawn: list[Any]) -> list[Any]:
@@ -145,8 +146,9 @@ class RecordFetcher(Dataset):
     def _get(self, record: Any) -> Any:
         return self._dataset[record] if self._units is None else self._units.examples(self._dataset, record)
 
-    def _collate_unit(self, items: list[Any]) -> Any:
-        return self._collate(items[0])
+
+def _collate_unit(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+    return collate(items[0])
 
 
 def attempt(do: Callable[[Any], Any], value: Any) -> Any:
