@@ -9,14 +9,13 @@ from plans import plan_of
 from reference import clipped_sums
 from test_callback import assert_same, fit
 from test_clipped_sums import relative_error
-from test_traced import N, S, classifier, rows, sums_of
+from test_one_record import N, S, classifier, rows, sums_of
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from dpexp import PrivacyCallback
 from dpexp.privacy.gradients import compiled
-from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import MARK, CompileDecision, _stages
 from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
@@ -37,6 +36,14 @@ def engine_of(module, compile=True, rounds=9):
 
 def reason_of(engine):
     return engine.step.graphs.compiling.reason
+
+
+def functional(engine, *records):
+    """The compiled graph, for 18 records."""
+    (fast,) = compiled_graphs(engine)
+    others = engine._clip.clip_norms((), torch.device("cpu")), torch.ones(18, dtype=torch.bool)
+    state = [t.detach() for t in fast.state.tensors()]
+    return make_fx(torch.func.functionalize(fast.run))(*state, *others, *records)
 
 
 def compiled_graphs(engine):
@@ -118,9 +125,7 @@ def test_factors_and_decisions_are_computed_once():
     engine = engine_of(module)
     sums_of(engine, loss_of, rows())
     (fast,) = compiled_graphs(engine)
-    pure = make_fx(torch.func.functionalize(fast.run))(
-        *engine.step.graphs.tracer._inputs(Chunk.of(loss_of, rows(18), 18))
-    )
+    pure = functional(engine, *rows(18))
     products = [stage for node, stage in _stages(pure.graph).items() if "mm" in str(node.target)]
     assert products == [0, 0, 0, 1, 1]  # of the loss and gradients; of the sums
     assert len([*fast.compiled._stages.graph.nodes]) > 5
@@ -167,15 +172,13 @@ def test_all_factors_of_norms_are_computed_once():
     module = Computed()
     engine = engine_of(module)
     sums_of(engine, module, torch.randn(N, 1, 12))
-    (fast,) = compiled_graphs(engine)
-    inputs = engine.step.graphs.tracer._inputs(Chunk.of(module, torch.randn(18, 1, 12), 18))
-    pure = make_fx(torch.func.functionalize(fast.run))(*inputs)
+    pure = functional(engine, torch.randn(18, 1, 12))
     marked = [node.args[0].meta["val"] for node in pure.graph.nodes if node.target is MARK]
     assert {value.dtype for value in marked} == {torch.float32, torch.int64, torch.bool}
     assert (3,) in {tuple(value.shape[1:]) for value in marked}
 
 
-def test_a_norm_that_is_not_finite_in_float64_alone_adds_nothing():
+def test_a_record_whose_norm_is_not_finite_adds_nothing():
     module = nn.Linear(3, 1)
     plan = plan_of(module, n=48, q=0.25, steps=1, noise_multiplier=1.0, clip_norm=FixedClipNorm(S))
     clip = ClippedSums(plan.groups, False, torch.float32)
@@ -184,8 +187,7 @@ def test_a_norm_that_is_not_finite_in_float64_alone_adds_nothing():
     g[1] = torch.inf
     gradients = ChunkGradients({"weight": OuterProductGradient(x, g)}, torch.zeros(2), torch.ones(2, dtype=torch.bool))
     sums = {"weight": torch.zeros(1, 3)}
-    both = torch.arange(2), torch.ones(2, dtype=torch.bool)
-    clip(gradients, clip.clip_norms((), torch.device("cpu")), sums, both[1], both)
+    clip(gradients, clip.clip_norms((), torch.device("cpu")), sums, torch.ones(2, dtype=torch.bool), True)
     assert sums["weight"].isfinite().all() and sums["weight"].any()
 
 
@@ -250,7 +252,7 @@ def test_compiling_says_how_far_it_is_and_gives_up_unless_it_is_asked_for(monkey
     monkeypatch.setattr(compiled, "compile_graph", compile_slowly)
     monkeypatch.setattr(compiled.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(compiled, "seconds", lambda *_: 1.0)
-    monkeypatch.setattr("dpexp.privacy.gradients.tracer.seconds", lambda *_: 1.0)
+    monkeypatch.setattr("dpexp.privacy.gradients.graphs.seconds", lambda *_: 1.0)
     module, loss_of = classifier()
     engine = engine_of(module, wanted, rounds=400)  # of 1 s: at most 400 · 0.5/3 = 67 s are worth it
     with pytest.warns(UserWarning, match="compiling the step: 0 of 2 stages after 0 s"):
