@@ -107,7 +107,7 @@ FAULTS = [
     fault("labels out of range count", "privacy/gradients/graphs.py", "counted & gradients.in_range", "counted",
           "one_record clipped_sums -k 'odd_row or out_of_range or cannot_be_computed'"),
     fault("no graph is proved", "privacy/gradients/proof.py", "    if size == 1:\n        return\n", "    return\n",
-          "one_record -k vmap_gets_wrong"),
+          "one_record -k by_the_proof"),
     fault("a changed weight is not looked for", "privacy/gradients/one_at_a_time.py", "now.get(name) != was), None)",
           "False), None)", "isolation -k parameters_and_buffers"),
     fault("a record's loss after others is not looked at", "privacy/gradients/one_at_a_time.py",
