@@ -248,7 +248,7 @@ def test_a_step_may_read_the_epoch_but_no_number_that_changes_within_one(within,
         return cross_entropy(m, one) * (1 + m.epoch + m.step + calls[0])
 
     engine, batch = engine_of(module, clip_norm=1e4), rows()
-    chunk, last = Chunk.of(loss_of, batch, N), {name: 9 for name in within or ("epoch", "step")}
+    chunk, last = Chunk.of(loss_of, batch, N), dict.fromkeys(within or ("epoch", "step"), 9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
