@@ -30,6 +30,8 @@ __all__ = [
     "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
 ]  # fmt: skip
 
+_warn_of_fallbacks: Callable[[bool], None] = getattr(_functorch, "_set_vmap_fallback_warning_enabled", lambda on: None)
+
 # Tensors under vmap, for which torch.func has no public functions.
 is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 unbatched: Callable[[Tensor], Tensor] = _functorch.get_unwrapped  # [..., B, ...]
@@ -114,6 +116,16 @@ def _fake_values(value: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(value, list | tuple):
         return [*map(_fake_values, value)]
     return value if isinstance(value, FakeTensor) else None
+
+
+@contextmanager
+def vmap_quiet() -> Iterator[None]:
+    """Meanwhile vmap does not print that an operator without a rule runs record by record."""
+    _warn_of_fallbacks(False)
+    try:
+        yield
+    finally:
+        _warn_of_fallbacks(True)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dpexp._torch_compat import (
     is_batched,
     level_of,
     unbatched,
+    vmap_quiet,
 )
 from dpexp.privacy.gradients.factors import shape_of, uses_of
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
@@ -67,7 +68,8 @@ class Lifted:
             records: tensors [B, ...].
         """
         run = torch.func.vmap(lambda *inputs: tuple(self._run(*inputs)), self._in_dims, randomness="different")
-        found = dict(zip(self._outputs, run(*state, *records), strict=True))
+        with vmap_quiet():
+            found = dict(zip(self._outputs, run(*state, *records), strict=True))
         loss, *rest = self._outputs
         losses, start = found[loss], int(self._has_ranges)
         in_range = found[rest[0]] if self._has_ranges else torch.ones_like(losses, dtype=torch.bool)
