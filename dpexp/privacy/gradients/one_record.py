@@ -475,6 +475,8 @@ def _is_same(node: fx.Node) -> bool:
 def _simplify(graph: fx.Graph) -> None:
     """Drops detach, and lets backward operators that compute several gradients compute one each."""
     for node in [*graph.nodes]:
+        if node.target is aten.clone.default:
+            node.kwargs = {}  # a memory format, which vmap takes for that of all records
         if node.op == "call_function" and _is_same(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
