@@ -101,8 +101,7 @@ def times(name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
     turns = [[milliseconds(work) for work in (plain, exact, projected)] for _ in range(TURNS)]
     gradient, whole, projection = (min(column) for column in zip(*turns, strict=True))
     print(
-        f"{name}: plain gradient {gradient:.1f} ms; exactly clipped {whole:.1f} ms; "
-        f"one projection {projection:.1f} ms",
+        f"{name}: plain gradient {gradient:.1f} ms; exactly clipped {whole:.1f} ms; one projection {projection:.1f} ms",
         flush=True,
     )
 

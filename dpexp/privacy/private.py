@@ -63,6 +63,7 @@ class Private(PrivateTraining):
         self.model, self.optimizer = model, optimizer
         self._loop = Loop([optimizer])
         self._sample: SealedSample | None = None  # the present one, until its step
+        self._epoch_begins = False  # with this sample
 
     def rounds(
         self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
@@ -85,9 +86,9 @@ class Private(PrivateTraining):
             self._preprocess()
             while self.rounds_done < self.plan.rounds:
                 assert self._rounds
-                for sample in self._rounds:
+                for k, sample in enumerate(self._rounds):
                     self._begin_round()
-                    self._sample = sample
+                    self._sample, self._epoch_begins = sample, k == 0
                     yield sample
                     if self._sample is not None:
                         raise ConfigError(f"round {self.rounds_done + 1} ended without private.step(loss_of, sample).")
@@ -105,7 +106,7 @@ class Private(PrivateTraining):
         """
         if self._sample is None or sample is not self._sample:
             raise ConfigError("private.step takes the present sample of private.rounds.")
-        self._sum_sample(self.model, loss_of, self._loop, False)
+        self._sum_sample(self.model, loss_of, self._loop, self._epoch_begins)
         self._release(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -163,6 +163,21 @@ def test_mistakes_are_refused(tmp_path, mistake, words):
         mistake(Loop(tmp_path / "ledger.jsonl", seed=None))
 
 
+def test_what_a_loop_changes_at_an_epochs_start_changes_the_step(tmp_path):
+    model = network()
+    model.gain = 1.0
+    sampling, target = dpexp.Sampling("full_batch", steps=8), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
+    plan = dpexp.make_plan(model, n=N, sampling=sampling, target=target)
+    private = dpexp.Private(model, torch.optim.SGD(model.parameters(), 0.1), plan, tmp_path / "l.jsonl", noise_seed=3)
+    moved = []
+    for sample in private.rounds(records()):
+        model.gain = float(private.rounds_done < 6)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach()
+        private.step(lambda model, record: model.gain * loss_of(model, record), sample)
+        moved.append(float((nn.utils.parameters_to_vector(model.parameters()).detach() - before).norm()))
+    assert min(moved[:6]) > 1e-3 and max(moved[6:]) < 1e-5
+
+
 def test_records_of_different_lengths_are_padded_and_processed_together(tmp_path):
     class Words(torch.utils.data.Dataset):
         def __len__(self):

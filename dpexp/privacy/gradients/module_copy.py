@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
 from dpexp._lightning_compat import pl
+from dpexp._torch_compat import own_tensors
 from dpexp.privacy.gradients.frozen_trainer import FrozenTrainer
 
 _SHARED = (np.ndarray, Dataset, DataLoader, pl.LightningDataModule, torch.optim.Optimizer)
@@ -34,6 +35,7 @@ def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = _own_but_par
     with ExitStack() as around:
         for kind in (Tensor, nn.Parameter):
             around.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: tensor(t)))
+        copied: Any
         memo: dict[int, Any] = {}
         held = [value for layer in module.modules() for value in vars(layer).values()]
         memo |= {id(value): value for value in held if isinstance(value, _SHARED)}
@@ -52,23 +54,30 @@ def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = _own_but_par
 
 
 # Attributes that PyTorch and Lightning change by themselves.
-_OWN = ({*vars(nn.Module()), *vars(pl.LightningModule())} - {"training"}) | {"_flat_weights", "_flat_weight_refs"}
+_OWN = {*vars(nn.Module()), *vars(pl.LightningModule()), "_flat_weights", "_flat_weight_refs"} - {
+    "training",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MAX_DEPTH, _MAX_ENTRIES = 4, 1000
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module and its layers hold beside parameters and buffers, by dotted name.
+    """What a module and its layers hold beside the values of parameters and buffers, by dotted name.
 
     Containers and plain objects are entered; `name.len` is the number of a container's entries. Metrics are left out.
     """
     found: dict[str, Any] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, Metric | MetricCollection):
+            prefix = f"{name}." if name else ""
+            found[f"{prefix}class"] = type(layer)
+            found |= {f"{prefix}{key}": t is None for owner in own_tensors(layer) for key, t in owner.items()}
             for key, value in vars(layer).items():
                 if key not in _OWN:
-                    found.update(_entries(f"{name}.{key}" if name else key, value, _MAX_DEPTH))
+                    found.update(_entries(f"{prefix}{key}", value, _MAX_DEPTH))
     return found
 
 

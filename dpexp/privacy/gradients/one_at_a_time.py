@@ -107,8 +107,8 @@ class OneAtATime:
 
     def _failure_message(self, chunk: Chunk, error: Exception | None, public: list | None) -> str:
         """Says how all synthetic records fail, and in which layer."""
-        one = SyntheticRecords().records(chunk, 1, 0).batch_of(0)
-        layer = failing_layer(self._module, lambda: chunk.loss_of(self._module, one))
+        one = SyntheticRecords().records(chunk, 1, 0)
+        layer = failing_layer(self._module, lambda: chunk.loss_of(self._module, one.batch_of(0)))
         records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
         remedy = "" if public is not None else " Or give a validation set, whose first record is tried."
         assert error is not None

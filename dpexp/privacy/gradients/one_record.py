@@ -36,7 +36,7 @@ from dpexp._torch_compat import (
 )
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import DATA_READS, read_value
-from dpexp.privacy.gradients.chunk import Chunk, LossOf
+from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
 from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ONE_LOSS, no_seeds, python_random_states, refuse_other_parameters
@@ -229,7 +229,7 @@ class _Tracing:
         names: list[list[str]] = []
 
         def flat(*tensors: Tensor) -> list[Tensor]:
-            given = iter(tensors[len(self._state) :])
+            given = map(copied, tensors[len(self._state) :])  # a step may write to its batch
             leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._chunk.leaves]
             with (
                 self._inputs.replaced(self._state), spectral_norms_fixed(self._copy), self._values.marked() as released,
@@ -443,6 +443,8 @@ def _filled(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumula
 _OF_WRITES: dict[Any, Any] = {
     aten.index_put.default: _filled,
     **decompositions_of([aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter]),
+    aten.fill.Scalar: torch.full_like,
+    aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape).clone(),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape).clone(),
     aten.as_strided.default: lambda x, size, *how: x.view(size) if _is_view_of_all(x, size, *how) else NotImplemented,
     aten.as_strided_scatter.default: lambda x, source, *how: (
@@ -473,10 +475,11 @@ def _is_same(node: fx.Node) -> bool:
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Drops detach, and lets backward operators that compute several gradients compute one each."""
+    """Drops detach and orders in memory that are of four dimensions, and lets backward operators that compute several
+    gradients compute one each."""
     for node in [*graph.nodes]:
-        if node.target is aten.clone.default:
-            node.kwargs = {}  # a memory format, which vmap takes for that of all records
+        if node.kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+            node.kwargs = node.kwargs | {"memory_format": torch.contiguous_format}
         if node.op == "call_function" and _is_same(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
