@@ -101,11 +101,12 @@ def _of_records(graph: fx.Graph, num_state: int) -> set[fx.Node]:
     return found
 
 
-_OVERWRITING = {  # random operators that ignore their first argument's entries, and draw once if all records share it
-    getattr(getattr(aten, name), overload)
-    for name in ("normal_functional", "uniform", "exponential", "random", "geometric", "cauchy", "log_normal", "bernoulli")
-    for overload in getattr(aten, name).overloads()
-    if (name, overload) != ("bernoulli", "default") and "out" not in overload
+# Random operators that ignore their first argument's entries, and draw once if all records share it.
+_OVERWRITING = {
+    overload
+    for name in ["normal_functional", "uniform", "exponential", "random", "geometric", "cauchy", "log_normal", "bernoulli"]
+    for overload in (getattr(getattr(aten, name), kind) for kind in getattr(aten, name).overloads())
+    if overload is not aten.bernoulli.default
 }
 
 
