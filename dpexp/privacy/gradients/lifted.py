@@ -103,18 +103,17 @@ def _of_records(graph: fx.Graph, num_state: int) -> set[fx.Node]:
 
 # Random operators that ignore their first argument's entries, and draw once if all records share it.
 _OVERWRITING = {
-    overload
-    for name in ["normal_functional", "uniform", "exponential", "random", "geometric", "cauchy", "log_normal", "bernoulli"]
-    for overload in (getattr(getattr(aten, name), kind) for kind in getattr(aten, name).overloads())
-    if overload is not aten.bernoulli.default
-}
+    aten.normal_functional, aten.uniform, aten.exponential, aten.random, aten.geometric, aten.cauchy, aten.log_normal,
+    aten.bernoulli,
+}  # fmt: skip
 
 
 def _draw_for_each(graph: fx.Graph, of_records: set[fx.Node]) -> None:
     """Gives random operators a first argument that differs between records, so that vmap draws for each."""
     *_, record = (node for node in graph.nodes if node.op == "placeholder")
     for node in [*graph.nodes]:
-        if node.target in _OVERWRITING and node.args[0] not in of_records:
+        ignores = getattr(node.target, "overloadpacket", None) in _OVERWRITING
+        if ignores and node.target is not aten.bernoulli.default and node.args[0] not in of_records:
             like = node.args[0].meta["val"]
             with graph.inserting_before(node):
                 own = graph.call_function(
