@@ -193,9 +193,9 @@ CALLS = {
     "gradient within": (lambda x, w: torch.func.grad(lambda z: F.linear(z, w.exp()).tanh().sum())(x) + x, (3, 3)),
     "one for several": (lambda x, w: torch.einsum("btd,dp->btp", x[..., :1], w), (3, 2)),
 }  # fmt: skip
-TWO_STORED = ("addmm, scaled", "chunks", "joined", "standardized convolution", "filled")
+TWO_STORED = ("addmm, scaled", "joined", "standardized convolution", "filled")
 STORED = (
-    "x @ w", "matrices of heads", "einsum with a common index", "einsum of a diagonal", "a part", "expanded",
+    "x @ w", "matrices of heads", "einsum with a common index", "einsum of a diagonal", "a part", "expanded", "chunks",
     "embedding by frequency", "normalised", "scale", "number", "decay", "without gradients", "in place", "complex",
     "prelu", "gradient within", "one for several",
 )  # fmt: skip
