@@ -466,31 +466,6 @@ class Tree(Layers):
         return self.head(y.mean(1)) * (2 if (x[0, :1, 1] > 1.5).tolist()[0] else 1)
 
 
-class Sliced(Layers):
-    def forward(self, x):
-        length = 1 + (x[0, :, 0] > 0).sum().item()
-        return self.head(self.mix(x[:, :length]).mean(1))
-
-
-class Trying(Layers):
-    """Catches whatever comes of asking."""
-
-    def forward(self, x):
-        try:
-            y = self.left(x) if x.sum() > 0 else self.right(x)
-        except Exception:
-            y = self.mix(x)
-        return self.head(y.mean(1))
-
-
-class Each(Layers):
-    def forward(self, x):
-        return self.head(self.mix(x).mean(1)) * x.mean().item()
-
-
-BRANCHING = [Masked, Tree, Sliced, Trying, Each]
-
-
 def branching(build, count=12):
     torch.manual_seed(0)
     module = build().double()
@@ -498,14 +473,14 @@ def branching(build, count=12):
     return module, lambda one: cross_entropy(module(one[0]).sin(), one[1]), batch
 
 
-@pytest.mark.parametrize("build, chunk", [*((build, 5) for build in BRANCHING), (Masked, 12), (Tree, 1)])
+@pytest.mark.parametrize("build, chunk", [(Masked, 5), (Masked, 12), (Tree, 1), (Tree, 5)])
 def test_a_step_that_branches_on_data_runs_one_record_at_a_time(build, chunk):
     module, loss_of, batch = branching(build)
     engine, plan = engine_of(module)
     sums = sums_of(engine, loss_of, batch, 12, chunk)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, 12)) < 1e-9
     assert engine.mode == ONE
-    assert ("catches an error" if build is Trying else "a record's data") in engine.reason
+    assert "a record's data" in engine.reason
 
 
 SHAPED = {

@@ -19,12 +19,6 @@ def repeated(module, x):
     return module(x.repeat_interleave((x[:, 0] > 0).long(), 0)).sum()
 
 
-def written(module, x):
-    y = torch.arange(12.0).view(3, 4)
-    y[0] = x[0]
-    return module(y).sum()
-
-
 def numbers(module, x):
     return module(x).sum() * float(x.numpy().mean())
 
@@ -43,7 +37,6 @@ def drawn(module, x):
 
 SAID = {
     repeated: ("`return module(x.repeat_interleave(", "a shape depends on a record's data", "weight with a mask"),
-    written: ("`y[0] = x[0]`: a tensor that is the same for all records is written to", "x.new_zeros(...)"),
     numbers: ("`return module(x).sum() * float(x.numpy().mean())`: a branch or a number", "(mean)"),
     asked: ("`return module(x).sum() * x.sum().item()`: a branch or a number", "a product instead of .item()"),
     counted: (
@@ -51,7 +44,7 @@ SAID = {
         "reads a record's value",
         "torch.where(condition, a, b)",
     ),
-    drawn: ("training_step draws random numbers by Python's or NumPy's generator", "Use torch's generator"),
+    drawn: ("training_step draws by Python's or NumPy's generator", "Use torch's generator"),
 }
 
 

@@ -40,6 +40,7 @@ class Lifted:
         graph, num_state = fx.Graph(), len(one.inputs.names())
         (returned,) = _copied(one.graph.graph, graph)
         of_records = _of_records(graph, num_state)
+        _draw_for_each(graph, of_records)
         _check_rules(of_records)
         self.smallest_range, in_range = _check_ranges(graph, of_records)
         loss, *others = returned
@@ -100,6 +101,29 @@ def _of_records(graph: fx.Graph, num_state: int) -> set[fx.Node]:
         if (node.op == "placeholder" and k >= num_state) or random or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
+
+
+# Random operators that ignore their first argument's entries, and draw once if all records share it.
+_OVERWRITING = {
+    aten.normal_functional, aten.uniform, aten.exponential, aten.random, aten.geometric, aten.cauchy, aten.log_normal,
+    aten.bernoulli,
+}  # fmt: skip
+
+
+def _draw_for_each(graph: fx.Graph, of_records: set[fx.Node]) -> None:
+    """Gives random operators a first argument that differs between records, so that vmap draws for each."""
+    *_, record = (node for node in graph.nodes if node.op == "placeholder")
+    for node in [*graph.nodes]:
+        ignores = getattr(node.target, "overloadpacket", None) in _OVERWRITING
+        if ignores and node.target is not aten.bernoulli.default and node.args[0] not in of_records:
+            like = node.args[0].meta["val"]
+            with graph.inserting_before(node):
+                own = graph.call_function(
+                    aten.new_zeros.default, (record, [*like.shape]), {"dtype": like.dtype, "device": like.device}
+                )
+            own.meta = dict(node.args[0].meta)
+            of_records.add(own)
+            node.args = (own, *node.args[1:])
 
 
 def _at_least_float32(t: Tensor) -> Tensor:
