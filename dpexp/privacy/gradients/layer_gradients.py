@@ -174,7 +174,6 @@ class ConvolutionGradient(LayerGradient):
         self._g = g
         self._weight_gradient = weight_gradient
         self._unfold = unfold
-        self._weight = weight
         self._size, self._kernel, self._positions = math.prod(weight), math.prod(weight[2:]), positions
 
     def squared_norms(self) -> Tensor:
