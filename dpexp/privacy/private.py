@@ -25,8 +25,8 @@ class Private(PrivateTraining):
         for sample in private.rounds(dataset):
             private.step(loss_of, sample)  # loss_of(model, record) -> its loss
 
-    The model satisfies the (ε, δ) of the ledger, as one trained with a `PrivacyCallback` does, under the same
-    conditions. If torch.distributed is initialized, all processes train one model, each on a part of every sample.
+    The model satisfies the (ε, δ) of the ledger under the contract of `PrivacyCallback`, with `loss_of` in place of
+    `training_step`. If torch.distributed is initialized, all processes train one model, each on a part of every sample.
     To resume, load what `state_dict` returned before the loop.
 
     Args:
@@ -101,7 +101,8 @@ class Private(PrivateTraining):
 
         Args:
             loss_of: the loss of one record, from the model, or a copy of it, and the record as a batch of one. It is
-                traced in the first round; what it reads besides the model and the record is read then.
+                traced in the first round, and its Python runs only then; what it reads besides the model and the record
+                is read then.
             sample: the present one of `rounds`.
         """
         if self._sample is None or sample is not self._sample:
