@@ -63,7 +63,8 @@ _MAX_DEPTH, _MAX_ENTRIES = 4, 1000
 def attributes(module: nn.Module) -> dict[str, Any]:
     """What a module and its layers hold beside the values of parameters and buffers, by dotted name.
 
-    Containers and plain objects are entered; `len` under a container's name is the number of its entries. Metrics are left out.
+    Containers and plain objects are entered; `len` under a container's name is the number of its entries. Metrics are
+    left out.
     """
     found: dict[str, Any] = {}
     for name, layer in module.named_modules():
