@@ -260,15 +260,14 @@ entry is the mean of {repeat} fits, alternating with the other candidates, and t
 a CPU, time is CPU time on one thread.
 
 Batches have B of 50 B records. dpexp draws Poisson samples of B expected records, with `max_physical_batch_size` 2 B;
-in brackets are an earlier ratio and the target for the compiled step. "Rows at once" is plain training that fetches
-the rows of a batch by `index_select`, as dpexp does; "plain, compiled" compiles the model by `torch.compile`. The pass
+in brackets are an earlier ratio and the target for the compiled step. "Rows at once" is plain training that fetches the
+rows of a batch by `index_select`, as dpexp does; "plain, compiled" compiles the model by `torch.compile`. The pass
 alone is the wall-clock time of a round's forward and backward passes, norms and clipped sums, padding included.
 Compiling was not cached the first time, and saves time after the given number of rounds; `trainer.compile=auto`
 compiles where three times as many rounds are planned. *Beginning* is the time from `fit` to the end of {warm_up}
-rounds, less that of as many later rounds: dpexp traces the step twice, and proves the graph for each of about five
-sample sizes; sizes that occur later are traced in the measured rounds. Memory is the peak, without imports and data.
-Opacus runs in a plain loop over batches of B without Lightning, which favours it; notes say where it needs another
-model, or cannot run.
+rounds, less that of as many later rounds: dpexp traces the step for one record, and proves and times its graph. Memory
+is the peak, without imports and data. Opacus runs in a plain loop over batches of B without Lightning, which favours
+it; notes say where it needs another model, or cannot run.
 
 torch {torch}, opacus {opacus}, {device}
 """

@@ -1,7 +1,6 @@
 """Nothing leaves but what was noised: attacks on the callback in a real Trainer, with next to no noise."""
 
 import functools
-import itertools
 import random
 import warnings
 
@@ -23,7 +22,6 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.sampling.batches import SingleCollation
-from dpexp.privacy.state_checks import StateFound
 
 S, CLASSES = 0.5, 3
 SILENT = 1e-8  # a noise multiplier of next to no noise
@@ -271,7 +269,6 @@ PLACES = {
     "array": kept(lambda: np.zeros(1), lambda total: np.add(total, 1, out=total).item()),
     "list": kept(list, lambda items: items.append(0) or len(items)),
     "cache": kept(lambda: functools.lru_cache(lambda n: n), lambda known: known(known.cache_info().currsize) + 1),
-    "iterator": kept(lambda: itertools.cycle([1, 2]), next),
     "generator of torch": kept(torch.Generator, lambda generator: torch.rand((), generator=generator)),
     "generator of NumPy": kept(lambda: np.random.default_rng(0), lambda generator: generator.random()),
 }
@@ -293,21 +290,26 @@ class Counting(Model):
 
 def assert_refused(folder, module, match="keeps state of a record", **options):
     """Before the first round."""
-    with pytest.raises(StateFound, match=match):
+    with pytest.raises(ConfigError, match=match):
         trained(folder, module, rows(5), **options)
     assert len(read_ledger(folder / "0.jsonl")) == 0
 
 
 @pytest.mark.parametrize(
     "place, asking",
-    [*((place, False) for place in PLACES), *((place, True) for place in ("attribute", "list", "iterator"))],
+    [*((place, False) for place in PLACES), ("list", True), ("class", True)],
 )
 def test_a_step_that_keeps_something_anywhere_is_refused(tmp_path, place, asking):
     assert_refused(tmp_path, Counting(place, asking))
 
 
+def test_what_a_step_that_asks_keeps_in_a_copy_affects_no_other_record(tmp_path):
+    (released,), _ = trained(tmp_path, Counting("attribute", asking=True), rows(5))
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
 class FirstOnly(Model):
-    """The first record of all counts otherwise."""
+    """The first record of all would count otherwise."""
 
     first = True
 
@@ -317,10 +319,8 @@ class FirstOnly(Model):
         return F.cross_entropy(scale * self.net(x), y)
 
 
-def test_a_step_that_treats_the_first_record_differently_affects_none(tmp_path):
-    """It was a synthetic one."""
-    (released,), _ = trained(tmp_path, FirstOnly(), rows(5))
-    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+def test_a_step_that_treats_the_first_record_differently_is_refused(tmp_path):
+    assert_refused(tmp_path, FirstOnly(), "training_step sets first")
 
 
 class Codebook(nn.Module):
@@ -353,7 +353,7 @@ class Codebook(nn.Module):
 
 @pytest.mark.parametrize(
     "way, parameter",
-    [("assigned", False), *((way, one) for way in ("in place", "in a hook of an activation") for one in (False, True))],
+    [("assigned", False), ("in place", True), ("in a hook of an activation", True)],
 )
 def test_parameters_and_buffers_that_follow_the_data_are_refused(tmp_path, way, parameter):
     with pytest.raises(ConfigError):
@@ -374,15 +374,11 @@ class Remembering(Model):
         return F.cross_entropy(self.net(x), y)
 
 
-def test_a_checkpoint_saved_when_state_is_refused_holds_no_record(tmp_path):
-    class Saving(pl.Callback):
-        def on_exception(self, trainer, module, exception):
-            trainer.save_checkpoint(tmp_path / "c.ckpt")
-
-    records = [(100 + x, y) for x, y in rows(4)]
-    with pytest.raises(StateFound, match="last is changed inside training_step"):
-        trained(tmp_path, Remembering(), records, callbacks=[Saving()])
-    assert torch.load(tmp_path / "c.ckpt", weights_only=False)["state_dict"]["last"].abs().max() < 50
+def test_what_a_step_writes_to_a_buffer_is_not_saved(tmp_path):
+    """One record at a time: each writes to a buffer of its own."""
+    module = Remembering()
+    (released,), _ = trained(tmp_path, module, [(100 + x, y) for x, y in rows(4)])
+    assert not module.last.any() and released.any()
 
 
 class Random(Model):
@@ -454,10 +450,6 @@ class Everything(Logger):
 class Telling(Model):
     """Tells its losses to whatever will listen."""
 
-    def __init__(self):
-        super().__init__()
-        self.kept = 0.0
-
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("direct", loss)
@@ -466,15 +458,11 @@ class Telling(Model):
             self.logger.log_metrics({"raw": 1.0})
             self.trainer.logger.log_metrics({"raw": 1.0})
             [logger.log_metrics({"raw": 1.0}) for logger in self.loggers]
-        self.kept = loss.detach()
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.log("hook", outputs["loss"])
         self.log("index", float(batch_idx))
-
-    def on_train_epoch_end(self):
-        self.log("kept", self.kept)
 
 
 def test_loggers_get_nothing_from_training(tmp_path):
@@ -491,14 +479,18 @@ def test_loggers_get_nothing_from_training(tmp_path):
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
 def test_what_a_step_kept_cannot_be_read_outside(tmp_path, hook):
-    class Reading(Telling):
+    class Reading(Model):
+        kept = 0.0
+
+        def training_step(self, batch, batch_idx):
+            self.kept = super().training_step(batch, batch_idx)
+            return self.kept
+
         def read(self, *arguments):
             self.log("kept", float(self.kept))
 
-    logger = Everything()
-    with pytest.raises(RuntimeError, match="item"):
-        trained(tmp_path, type("Hooked", (Reading,), {hook: Reading.read})(), rows(5), steps=3, logger=logger)
-    assert "kept" not in str(logger.told)
+    with pytest.raises(ConfigError, match=f"keeps values of records in self.kept, and {hook} reads it"):
+        trained(tmp_path, type("Hooked", (Reading,), {hook: Reading.read})(), rows(5), steps=3)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])

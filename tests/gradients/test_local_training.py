@@ -1,7 +1,6 @@
 """Users who train, against FedAvg written out with plain torch."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, clipping, groups
 from dpexp.privacy.plan.clipping import Automatic
 from dpexp.privacy.sampling.privacy_unit import LocalTraining, User
-from dpexp.privacy.state_checks import StateFound
 from tests.audited import attacked
 
 __all__ = ["quiet"]
@@ -183,41 +181,6 @@ def test_a_user_who_trains_more_or_less_moves_the_sum_by_at_most_S(seed, scale, 
     with_, _ = released(tmp_path, a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]), record, **users)
     without, _ = released(tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), record, **users)
     assert difference(with_, without) <= 1 + 1e-4
-
-
-class Keeping(Model):
-    """Remembers what it has seen, and lets it into later losses."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = []
-
-    def training_step(self, batch):
-        seen = sum(float(x.sum()) for x in self.kept)
-        self.kept.append(batch[0])
-        return self.loss(batch) * (1 + 1e3 * abs(seen))
-
-
-class Own(Model):
-    """Draws from a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.own = torch.Generator().manual_seed(5)
-
-    def training_step(self, batch):
-        x, y = batch
-        return self.loss((x * torch.randn(x.shape, generator=self.own, dtype=x.dtype), y))
-
-
-@pytest.mark.parametrize("build", [Keeping, Own])
-def test_a_step_that_keeps_something_of_a_user_is_refused_before_the_first_round(build, tmp_path, in_order):
-    x, y = rows(11)
-    dataset = a_data_set(TensorDataset, x, y, [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
-    record = User(8, "user_of", LocalTraining(lr=0.01, steps=2, batch_size=2))
-    with pytest.raises(StateFound, match="keeps state of a record"):
-        released(tmp_path, dataset, record, build(), users=4, precision="32-true")
-    assert json.loads((tmp_path / "0.jsonl").read_text().splitlines()[1])["rounds"] == 0
 
 
 def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):

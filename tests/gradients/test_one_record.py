@@ -17,6 +17,7 @@ from test_clipped_sums import relative_error
 from torch import nn
 from torch.nn import functional as F
 
+from dpexp._torch_compat import unbatched
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients import lifted
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
@@ -248,7 +249,7 @@ def test_a_step_may_read_the_epoch_but_no_number_that_changes_within_one(within,
         return cross_entropy(m, one) * (1 + m.epoch + m.step + calls[0])
 
     engine, batch = engine_of(module, clip_norm=1e4), rows()
-    chunk, last = Chunk.of(loss_of, batch, N), {name: 9 for name in within or ("epoch", "step")}
+    chunk, last = Chunk.of(loss_of, batch, N), dict.fromkeys(within or ("epoch", "step"), 9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -523,6 +524,19 @@ def test_an_operator_that_vmap_gets_wrong_never_takes_records_together(odd, know
         assert engine.mode == LOOP, engine.mode
     for name, total in sums[0].items():
         assert torch.allclose(total, sum(one[name] for one in sums[1:]), atol=1e-6), name
+
+
+def test_an_operator_that_mixes_records_if_one_is_not_finite_is_found_by_the_proof(monkeypatch):
+    """No comparison with single records shows it."""
+
+    def mixing(x):
+        return torch.relu(x) + 0 * unbatched(x).sum()
+
+    monkeypatch.setitem(lifted.JOINED, torch.ops.aten.relu.default, mixing)
+    module, loss_of = classifier()
+    engine = engine_of(module)
+    sums_of(engine, loss_of, rows())
+    assert engine.mode == LOOP and "depends on another record" in engine.reason
 
 
 def test_a_record_that_runs_by_itself_shows_no_other():

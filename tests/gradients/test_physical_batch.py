@@ -55,7 +55,7 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     monkeypatch.setattr(physical_batch.torch, "cuda", Memory())
     expected, _ = Digits().test[0]
 
-    def loss_of(batch):
+    def loss_of(module, batch):
         return module.training_step(batch)
 
     real = physical_batch.PrivateRound.add_chunk

@@ -64,7 +64,7 @@ def test_the_line_and_the_way_out_are_told(loss):
     engine.begin()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        engine.add_chunk(lambda x: loss(module, x), torch.randn(20, 3, 4), 20)
+        engine.add_chunk(loss, torch.randn(20, 3, 4), 20)
     (said,) = [str(w.message) for w in told if "one at a time, which is slow" in str(w.message)]
     assert all(words in said for words in SAID[loss]) and ("test_slowness.py, line" in said or loss is drawn)
 

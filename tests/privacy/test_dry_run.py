@@ -1,4 +1,4 @@
-"""What is found out before the first round: which steps are traced, which run as written, and which are refused."""
+"""What is found out before the first round: which steps are traced, one record at a time, or refused."""
 
 from types import SimpleNamespace
 

@@ -226,7 +226,7 @@ def _blocks_of_rows(leaf: fx.Node, shape: torch.Size, of_records: set[fx.Node]) 
     else:
         part, _, *dim, start, end, step = inputs_of(leaf)
         blocks = [(start, min(end, shape[0]), part)] if step == 1 and 0 <= start < end else []
-    uses = [(*rows, uses_of(part, of_records)) for *rows, part in blocks if part.target not in _ZEROS]
+    uses = [(a, b, uses_of(part, of_records)) for a, b, part in blocks if part.target not in _ZEROS]
     if dim not in ([], [0]) or not uses or any(use.gradient is DenseGradient for *_, of in uses for use in of):
         return None
 

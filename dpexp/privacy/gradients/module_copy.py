@@ -20,13 +20,17 @@ from dpexp.privacy.gradients.frozen_trainer import FrozenTrainer
 _SHARED = (np.ndarray, Dataset, DataLoader, pl.LightningDataModule, torch.optim.Optimizer)
 
 
-def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """A copy of a module, and of all objects and containers that are reached from it; tensors and data are shared.
+def _own_but_parameters(t: Tensor) -> Tensor:
+    return t if isinstance(t, nn.Parameter) else t.detach().clone()
+
+
+def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = _own_but_parameters) -> Any:
+    """A copy of a module, and of all objects and containers that are reached from it; parameters and data are shared.
 
     Its Trainer is a `FrozenTrainer`. An attribute that cannot be copied is shared.
 
     Args:
-        tensor: what takes a tensor's place in the copy.
+        tensor: what takes a tensor's place in the copy; by default a clone of all but parameters.
     """
     with ExitStack() as around:
         for kind in (Tensor, nn.Parameter):

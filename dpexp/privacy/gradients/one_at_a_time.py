@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import describe, explain, failing_layer
 from dpexp.privacy.gradients.chunk import (
     NO_LOSS,
@@ -133,7 +133,10 @@ class OneAtATime:
             return [*map(digest, (one.losses, *(gradient.materialize() for gradient in one.by_name.values())))]
 
         with own_state(self._device):
-            before, began = probe(), time.perf_counter()
+            try:
+                before, began = probe(), time.perf_counter()
+            except RecordError as error:
+                raise ConfigError(str(error)) from error
             for other in others:
                 try:
                     self.gradients_of(other, 0)
