@@ -23,9 +23,11 @@ from dpexp.privacy.training import Loop, PrivateTraining
 class PrivacyCallback(PrivateTraining, pl.Callback):
     """Trains any LightningModule by DP-SGD, as `plan` says.
 
-    The outputs of a fit (weights, released metrics, checkpoints, logs) satisfy the (ε, δ) of its ledger; running times
-    are not covered. Training code is trusted to be honest but may contain mistakes: a step found to carry information
-    from one record to another is refused.
+    The contract: `training_step` is a function of one record, the weights and random numbers. Its Python runs only
+    while it is traced, on a copy of the module; what it reads besides is read then. A data set gives record i from i
+    and the global random generators. Then all outputs of a fit together (weights, released metrics, checkpoints, logs)
+    satisfy the (ε, δ) of its ledger; running times are not covered. A step that the trace shows to break the contract
+    is refused, or runs one record at a time.
 
     The training loader yields the plan's samples, and from `on_before_optimizer_step` on `p.grad` is the noisy average.
     Each round is in the ledger before its release is used. Released metrics are logged as `private/…` and kept in
@@ -161,9 +163,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 raise ConfigError("training_step was called outside the plan's rounds; each call would be a release.")
             loop = _TrainersLoop(self.plan, trainer, pl_module, [*args], self._logged, self._validated)
             convert = trainer.precision_plugin.convert_input
-            self._sum_sample(
-                pl_module, lambda own, record: step(own)(convert(record), *loop.args, **kwargs), loop, args[:1] == (0,)
-            )
+            self._sum_sample(pl_module, lambda own, record: step(own)(convert(record), *loop.args, **kwargs), loop)
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))

@@ -25,8 +25,8 @@ class Private(PrivateTraining):
         for sample in private.rounds(dataset):
             private.step(loss_of, sample)  # loss_of(model, record) -> its loss
 
-    The model satisfies the (ε, δ) of the ledger, as one trained with a `PrivacyCallback` does, under the same
-    conditions. If torch.distributed is initialized, all processes train one model, each on a part of every sample.
+    The model satisfies the (ε, δ) of the ledger under the contract of `PrivacyCallback`, with `loss_of` in place of
+    `training_step`. If torch.distributed is initialized, all processes train one model, each on a part of every sample.
     To resume, load what `state_dict` returned before the loop.
 
     Args:
@@ -63,7 +63,6 @@ class Private(PrivateTraining):
         self.model, self.optimizer = model, optimizer
         self._loop = Loop([optimizer])
         self._sample: SealedSample | None = None  # the present one, until its step
-        self._epoch_begins = False  # with this sample
 
     def rounds(
         self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
@@ -86,9 +85,9 @@ class Private(PrivateTraining):
             self._preprocess()
             while self.rounds_done < self.plan.rounds:
                 assert self._rounds
-                for k, sample in enumerate(self._rounds):
+                for sample in self._rounds:
                     self._begin_round()
-                    self._sample, self._epoch_begins = sample, k == 0
+                    self._sample = sample
                     yield sample
                     if self._sample is not None:
                         raise ConfigError(f"round {self.rounds_done + 1} ended without private.step(loss_of, sample).")
@@ -101,12 +100,13 @@ class Private(PrivateTraining):
 
         Args:
             loss_of: the loss of one record, from the model, or a copy of it, and the record as a batch of one. It is
-                traced in the first round; what it reads besides the model and the record is read then.
+                traced in the first round, and its Python runs only then; what it reads besides the model and the record
+                is read then.
             sample: the present one of `rounds`.
         """
         if self._sample is None or sample is not self._sample:
             raise ConfigError("private.step takes the present sample of private.rounds.")
-        self._sum_sample(self.model, loss_of, self._loop, self._epoch_begins)
+        self._sum_sample(self.model, loss_of, self._loop)
         self._release(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()

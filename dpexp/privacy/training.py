@@ -242,7 +242,7 @@ class PrivateTraining:
         if self._spectral:
             power_iteration(self._spectral)
 
-    def _sum_sample(self, module: nn.Module, step: Callable[[Any, Any], Any], loop: Loop, epoch_begins: bool) -> None:
+    def _sum_sample(self, module: nn.Module, step: Callable[[Any, Any], Any], loop: Loop) -> None:
         """Adds up the clipped gradients of the round's sample.
 
         Args:
@@ -270,7 +270,7 @@ class PrivateTraining:
                     raise DryRunDone(engine.step)
                 step_digest = engine.step.digest
             else:
-                engine.step.trace_again(loss_of, epoch_begins)
+                engine.step.trace_again(loss_of, self._rounds.sampler.place(self.rounds_done)[1] == 0)
             random = engine.step.is_random or not self._rounds.only_rows
             with own_randomness(device, self._rounds.randomness) if random else nullcontext():
                 sample_digest = self._process_sample(loss_of, device, loop)

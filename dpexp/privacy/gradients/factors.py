@@ -76,7 +76,7 @@ _VIEWS = _CASTS | {
 }  # fmt: skip
 
 
-def _is_transposed(matrix: tuple[int, ...], views: list[fx.Node], shape: torch.Size) -> bool | None:
+def _is_transposed(matrix: torch.Size, views: list[fx.Node], shape: torch.Size) -> bool | None:
     """Whether views turn a matrix into its transpose; False: they keep the order of its entries; None: neither."""
     t = torch.empty(matrix, device="meta")
     try:
@@ -88,7 +88,7 @@ def _is_transposed(matrix: tuple[int, ...], views: list[fx.Node], shape: torch.S
         return None
     if t.is_contiguous():
         return False
-    return True if t.dim() == 2 and t.T.is_contiguous() else None
+    return True if t.dim() == 2 and t.T.is_contiguous() and t.T.shape == matrix[-2:] else None
 
 
 def _use(leaf: fx.Node, views: list[fx.Node], shape: torch.Size, of_records: set[fx.Node]) -> Use | None:
@@ -159,7 +159,7 @@ def _added_rows(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use |
     else:
         table, (index, *others), g, *accumulate = inputs_of(leaf)
         fits = not others and accumulate[:1] == [True]
-    zeros = table.target in _ZEROS
+    zeros = _is_zero(table)
     if views or not fits or not zeros or len(shape) != 2 or index.meta["val"].dtype == torch.bool:
         return None
 
@@ -170,7 +170,9 @@ def _added_rows(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use |
     return Use([g, index], gradient)
 
 
-_ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.full.default}
+def _is_zero(node: fx.Node) -> bool:
+    full = node.target is aten.full.default and inputs_of(node)[1] == 0
+    return full or node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 
 
 def _convolution(leaf: fx.Node, views: list[fx.Node], shape: torch.Size) -> Use | None:
@@ -226,7 +228,7 @@ def _blocks_of_rows(leaf: fx.Node, shape: torch.Size, of_records: set[fx.Node]) 
     else:
         part, _, *dim, start, end, step = inputs_of(leaf)
         blocks = [(start, min(end, shape[0]), part)] if step == 1 and 0 <= start < end else []
-    uses = [(a, b, uses_of(part, of_records)) for a, b, part in blocks if part.target not in _ZEROS]
+    uses = [(a, b, uses_of(part, of_records)) for a, b, part in blocks if not _is_zero(part)]
     if dim not in ([], [0]) or not uses or any(use.gradient is DenseGradient for *_, of in uses for use in of):
         return None
 

@@ -51,16 +51,14 @@ class Lifted:
         factors = {node: None for uses in self._uses.values() for use in uses for node in use.factors}
         self._outputs = [loss, *in_range, *others[len(one.used) :], *factors]
         self._has_ranges = bool(in_range)
-        graph.output([*self._outputs])
-        graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         for node in graph.nodes:
             if node.op == "call_function":
                 node.target = JOINED.get(node.target, node.target)
-        self._run = fx.GraphModule(one.graph, graph)
-        self._in_dims = (
-            *[None] * num_state,
-            *[0] * (len([n for n in graph.nodes if n.op == "placeholder"]) - num_state),
+        self._used = dict(zip(one.used, others, strict=False))
+        self._run, self._run_dense = (
+            _module(one, graph, outputs) for outputs in (self._outputs, [*self._outputs, *self._used.values()])
         )
+        self._num_state = num_state
 
     def __call__(self, state: Sequence[Tensor], records: Sequence[Tensor]) -> ChunkGradients:
         """
@@ -68,9 +66,23 @@ class Lifted:
             state: parameters and buffers.
             records: tensors [B, ...].
         """
-        run = torch.func.vmap(lambda *inputs: tuple(self._run(*inputs)), self._in_dims, randomness="different")
+        return self._gradients(dict(zip(self._outputs, self._over(self._run, state, records), strict=True)))
+
+    def with_dense(
+        self, state: Sequence[Tensor], records: Sequence[Tensor]
+    ) -> tuple[ChunkGradients, dict[str, Tensor]]:
+        """The same, and from the same random numbers the stored gradients [B, ...] by name, which no factors give."""
+        outputs = [*self._outputs, *self._used.values()]
+        found = dict(zip(outputs, self._over(self._run_dense, state, records), strict=True))
+        return self._gradients(found), {name: found[node] for name, node in self._used.items()}
+
+    def _over(self, run: Any, state: Sequence[Tensor], records: Sequence[Tensor]) -> Sequence[Tensor]:
+        in_dims = (*[None] * self._num_state, *[0] * len(records))
         with vmap_quiet():
-            found = dict(zip(self._outputs, run(*state, *records), strict=True))
+            lifted = torch.func.vmap(lambda *inputs: tuple(run(*inputs)), in_dims, randomness="different")
+            return lifted(*state, *records)
+
+    def _gradients(self, found: dict[fx.Node, Tensor]) -> ChunkGradients:
         loss, *rest = self._outputs
         losses, start = found[loss], int(self._has_ranges)
         in_range = found[rest[0]] if self._has_ranges else torch.ones_like(losses, dtype=torch.bool)
@@ -81,6 +93,15 @@ class Lifted:
         for key, node in zip(self._values, rest[start:], strict=False):
             gradients[key] = DenseGradient(found[node])
         return ChunkGradients(gradients, losses, in_range)
+
+
+def _module(one: OneRecord, graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.GraphModule:
+    """The part of a graph that computes these outputs."""
+    some, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    some.graph_copy(graph, copies)
+    some.output([copies[node] for node in outputs])
+    some.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    return fx.GraphModule(one.graph, some)
 
 
 def _copied(graph: fx.Graph, into: fx.Graph) -> list[list[fx.Node]]:

@@ -97,7 +97,7 @@ def outer_product_norms(x: Tensor, g: Tensor) -> Tensor:
     norm_G = G_squared.sqrt() * _SLACK + p * (u * g_squared + T * lost)
     error = d * (u * x_squared + T * lost) * norm_G + p * (u * g_squared + T * lost) * norm_A + T * u * norm_A * norm_G
     total = total.clamp(min=0)
-    return _or_infinite((total + _SLACK * error).sqrt() + _SLACK * T * u * lengths)
+    return _or_infinite((total + _SLACK * error + T**2 * lost).sqrt() + _SLACK * T * u * lengths)
 
 
 def _symmetric(strip: Tensor, start: int, row_sums: Callable[[Tensor], Tensor]) -> Tensor:

@@ -417,8 +417,10 @@ def _check_writes(graph: fx.GraphModule, names: list[str]) -> set[fx.Node]:
                 written.add(origin[tensor])
                 if origin[tensor].op in ("placeholder", "get_attr"):
                     of_module = dict(zip(inputs, names, strict=False))
-                    what = of_module.get(origin[tensor], "its batch" if origin[tensor] in inputs else "a constant")
-                    raise NotTraceable(f"it writes to {what} in place ({_name(node)})")
+                    if origin[tensor] in of_module:
+                        what = f"{of_module[origin[tensor]]} is changed inside training_step"
+                        raise ConfigError(KEEPS_STATE.format(what=what))
+                    raise NotTraceable(f"it writes to a constant in place ({_name(node)})")
     return written
 
 

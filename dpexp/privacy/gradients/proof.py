@@ -81,29 +81,42 @@ def _with_row(records: Chunk, others: Chunk, row: int, scale: float, shift: int)
     return records.with_tensors(changed)
 
 
-_TOLERANCE = 1e-2  # of a record's gradient, whose parts may cancel, or be rounded to half precision
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2  # of a record's gradient, whose parts may cancel; in half precision
 
 
 def compare(one: OneRecord, lifted: Lifted, records: Chunk) -> None:
-    """Raises NotTraceable: a record's loss or gradients are not those of the graph of one record.
+    """Raises NotTraceable: factors do not give the gradients that they are read off, or lifting changes a record's.
 
-    Where a record's results are random they are not compared: no record by itself repeats the draws of a chunk's.
+    The latter is not compared where results are random, since no record by itself repeats the draws of a chunk's.
     """
     state = [t.detach() for t in one.inputs.tensors()]
+    half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in (*state, *records.tensors))
     with torch.no_grad(), full_precision(state[0].device):
+        found, dense = lifted.with_dense(state, records.tensors)
+        half = (
+            half or any(g.dtype.itemsize < 4 for g in dense.values()) or torch.is_autocast_enabled(state[0].device.type)
+        )
+        tolerance = _HALF_TOLERANCE if half else _TOLERANCE
+        sizes = sum((_norms(g).square() for g in dense.values()), torch.zeros_like(found.losses, dtype=torch.float64))
+        for name, gradient in dense.items():
+            factored = found.by_name[name].materialize().reshape(gradient.shape)
+            if bool((_norms(factored - gradient) > tolerance * sizes.sqrt()).any()):
+                raise NotTraceable(f"the factors of the gradient of {name} do not give it")
         first = [t[0] for t in records.tensors]
         if one.draws and [*map(digest, one.graph(*state, *first))] != [*map(digest, one.graph(*state, *first))]:
             return
-        found = lifted(state, records.tensors)
-        by_name = {name: found.by_name[name].materialize() for name in (*one.used, *one.values)}
         for i in range(records.size):
             loss, *gradients = one.graph(*state, *(t[i] for t in records.tensors))
-            pairs = [(found.losses[i], loss)] + [(by_name[n][i], g) for n, g in zip(by_name, gradients, strict=True)]
-            scale = float(torch.stack([g.double().norm() for g in gradients]).norm()) if gradients else 0.0
-            for (mine, its), size in zip(pairs, (float(loss.abs()), *[scale] * len(gradients)), strict=True):
-                error = float((mine.reshape(-1).double() - its.reshape(-1).double()).norm())
-                if error > _TOLERANCE * size:
+            pairs = [(found.losses[i], loss, loss.double().abs())]
+            pairs += [(dense[n][i], g, sizes[i].sqrt()) for n, g in zip(one.used, gradients, strict=False)]
+            for mine, its, size in pairs:
+                if float((mine.double() - its.double()).norm()) > tolerance * float(size):
                     raise NotTraceable("a record's loss or gradient differs from that of the record by itself")
+
+
+def _norms(gradients: Tensor) -> Tensor:
+    """[B] in float64."""
+    return gradients.double().flatten(1).norm(dim=1)
 
 
 _MAX_ERROR = 1e-5  # relative, of a compiled graph's sums

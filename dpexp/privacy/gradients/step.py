@@ -28,7 +28,7 @@ _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
 _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
 _COMPARED_ROUNDS = 4  # first rounds, before which attributes are compared, as they are at the start of epochs
-_MAX_CHANGES = 3  # with more between epochs, the step is no longer traced
+_MAX_CHANGES = 2  # with more between epochs, the step is no longer traced
 
 Settings = Callable[[], AbstractContextManager]
 
@@ -125,8 +125,8 @@ class Step:
     def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
         """Traces the step of a traced job again if a plain attribute has changed, or the epoch that it reads.
 
-        Attributes are compared before the first rounds and at the start of epochs. A step that changes more than three
-        times within epochs is no longer traced.
+        Attributes are compared before the first rounds and at the start of epochs. A step that changes in each of the
+        first rounds is no longer traced.
         """
         if self.mode != TRACED:
             return
