@@ -106,7 +106,7 @@ FAULTS = [
           "counted, padded = index >= 0", "one_record -k padding_adds"),
     fault("labels out of range count", "privacy/gradients/graphs.py", "counted & gradients.in_range", "counted",
           "one_record clipped_sums -k 'odd_row or out_of_range or cannot_be_computed'"),
-    fault("no graph is proved", "privacy/gradients/proof.py", "    if size == 1:\n        return\n", "    return\n",
+    fault("no graph is proved", "privacy/gradients/graph.py", "    if size == 1:\n        return\n", "    return\n",
           "one_record -k by_the_proof"),
     fault("a changed weight is not looked for", "privacy/gradients/one_at_a_time.py", "now.get(name) != was), None)",
           "False), None)", "isolation -k parameters_and_buffers"),

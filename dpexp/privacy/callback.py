@@ -15,9 +15,8 @@ from dpexp.privacy import muted_logging, refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
-from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
-from dpexp.privacy.training import Loop, PrivateTraining
+from dpexp.privacy.training import PrivateTraining
 
 
 class PrivacyCallback(PrivateTraining, pl.Callback):
@@ -51,6 +50,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     _logged: set[str]  # names logged by training_step
     _validated: set[str]  # names logged by the validation before training
+    _trained: tuple[pl.Trainer, pl.LightningModule]  # in the present round
+    _args: list[Any]  # of training_step after the batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -161,40 +162,25 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 return training_step(batch, *args, **kwargs)
             if not isinstance(batch, SealedSample):
                 raise ConfigError("training_step was called outside the plan's rounds; each call would be a release.")
-            loop = _TrainersLoop(self.plan, trainer, pl_module, [*args], self._logged, self._validated)
+            self._trained, self._args = (trainer, pl_module), [*args]
             convert = trainer.precision_plugin.convert_input
-            self._sum_sample(pl_module, lambda own, record: step(own)(convert(record), *loop.args, **kwargs), loop)
+            self._sum_sample(pl_module, lambda own, record: step(own)(convert(record), *self._args, **kwargs))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))
 
+    def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
+        return muted_logging.as_in_round(self._trained[0], t, place, self._args)
 
-class _TrainersLoop(Loop):
-    """A Trainer's loop.
+    def _public_record(self) -> Any:
+        return public_record(self._trained[0])
 
-    Args:
-        args: of training_step after the batch.
-        logged, validated: names logged by training_step, filled meanwhile, and by the validation before training.
-    """
+    def _largest_fitting_batch(self, loss_of: LossOf) -> int | None:
+        trainer, module = self._trained
+        return largest_fitting_batch(self.plan, module, loss_of, trainer)
 
-    def __init__(
-        self, plan: PrivacyPlan, trainer: pl.Trainer, module: pl.LightningModule, args: list[Any],
-        logged: set[str], validated: set[str],
-    ) -> None:  # fmt: skip
-        super().__init__(trainer.optimizers)
-        self._plan = plan
-        self._trainer, self._module, self.args, self._names = trainer, module, args, (logged, validated)
-
-    def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        return muted_logging.as_in_round(self._trainer, t, place, self.args)
-
-    def public_record(self) -> Any:
-        return public_record(self._trainer)
-
-    def largest_fitting_batch(self, loss_of: LossOf) -> int | None:
-        return largest_fitting_batch(self._plan, self._module, loss_of, self._trainer)
-
-    def after_dry_run(self, kept: Sequence[str]) -> None:
-        refusals.refuse_read_by_hooks(self._module, kept)
-        refusals.refuse_monitors(self._trainer, self._module, *self._names)
-        muted_logging.say_dropped(self._names[0], self._plan)
+    def _after_dry_run(self, kept: Sequence[str]) -> None:
+        trainer, module = self._trained
+        refusals.refuse_read_by_hooks(module, kept)
+        refusals.refuse_monitors(trainer, module, self._logged, self._validated)
+        muted_logging.say_dropped(self._logged, self.plan)

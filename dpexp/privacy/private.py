@@ -1,6 +1,7 @@
 """Private training in a loop of one's own, in plain PyTorch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
+from dpexp.privacy.muted_logging import later_settings
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
-from dpexp.privacy.training import Loop, PrivateTraining, device_of
+from dpexp.privacy.training import PrivateTraining, device_of
 
 
 class Private(PrivateTraining):
@@ -61,7 +63,6 @@ class Private(PrivateTraining):
             compile=compile, noise_seed=noise_seed, pad_to=pad_to,
         )  # fmt: skip
         self.model, self.optimizer = model, optimizer
-        self._loop = Loop([optimizer])
         self._sample: SealedSample | None = None  # the present one, until its step
 
     def rounds(
@@ -106,7 +107,7 @@ class Private(PrivateTraining):
         """
         if self._sample is None or sample is not self._sample:
             raise ConfigError("private.step takes the present sample of private.rounds.")
-        self._sum_sample(self.model, loss_of, self._loop)
+        self._sum_sample(self.model, loss_of)
         self._release(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -122,6 +123,9 @@ class Private(PrivateTraining):
             return 0.0
         ledger = self._ledger.ledger if self._ledger else read_ledger(self.ledger_path)
         return epsilon(ledger, delta, self.accountant)
+
+    def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
+        return lambda: later_settings([self.optimizer])
 
     def _check(self) -> None:
         refusals.refuse_optimizer(self.optimizer, self.model)

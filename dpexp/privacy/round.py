@@ -15,8 +15,7 @@ from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graphs import Graphs, size_of_samples, usual_rows
-from dpexp.privacy.gradients.local_training import LocalTrainer
-from dpexp.privacy.gradients.one_at_a_time import OneAtATime
+from dpexp.privacy.gradients.one_at_a_time import LocalTrainer, OneAtATime
 from dpexp.privacy.gradients.step import TRACED, Step
 from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise

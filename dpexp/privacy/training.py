@@ -20,7 +20,7 @@ from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.gradients.per_example import loss_of_step
 from dpexp.privacy.gradients.step import TRACED, Step
-from dpexp.privacy.muted_logging import collectives_refused, later_settings, signals_deferred
+from dpexp.privacy.muted_logging import collectives_refused, signals_deferred
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import (
@@ -42,32 +42,6 @@ from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.padding import lengths_for
 from dpexp.privacy.state_checks import digest_of_weights
-
-
-class Loop:
-    """What surrounds the rounds in a training loop of one's own; a Trainer's is in `callback`."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def signals_deferred(self) -> AbstractContextManager:
-        """While a chunk is processed."""
-        return signals_deferred()
-
-    def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        """A context that imitates round `t`, at (epoch, batch) `place`."""
-        return lambda: later_settings(self.optimizers)
-
-    def public_record(self) -> Any:
-        """A batch of one public record; None: there is none."""
-        return None
-
-    def largest_fitting_batch(self, loss_of: LossOf) -> int | None:
-        """Records of the largest chunk that fits into a GPU's memory; None: it is not sought."""
-        return None
-
-    def after_dry_run(self, kept: Sequence[str]) -> None:
-        """Refuses what would read private values later, such as attributes that a traced step sets."""
 
 
 class DryRunDone(Exception):
@@ -242,7 +216,7 @@ class PrivateTraining:
         if self._spectral:
             power_iteration(self._spectral)
 
-    def _sum_sample(self, module: nn.Module, step: Callable[[Any, Any], Any], loop: Loop) -> None:
+    def _sum_sample(self, module: nn.Module, step: Callable[[Any, Any], Any]) -> None:
         """Adds up the clipped gradients of the round's sample.
 
         Args:
@@ -261,11 +235,11 @@ class PrivateTraining:
             return loss_of_step(lambda: step(own, record))
 
         with self._processes.fail_together(), collectives_refused():
-            if self._search_batch_size and (largest := loop.largest_fitting_batch(loss_of)) is not None:
+            if self._search_batch_size and (largest := self._largest_fitting_batch(loss_of)) is not None:
                 self._rounds.sampler.max_physical_batch_size = largest
             self._search_batch_size = False
             if engine.step.mode is None:
-                self._dry_run(module, loss_of, loop)
+                self._dry_run(module, loss_of)
                 if self.dry_run_only:
                     raise DryRunDone(engine.step)
                 step_digest = engine.step.digest
@@ -273,7 +247,7 @@ class PrivateTraining:
                 engine.step.trace_again(loss_of, self._rounds.sampler.place(self.rounds_done)[1] == 0)
             random = engine.step.is_random or not self._rounds.only_rows
             with own_randomness(device, self._rounds.randomness) if random else nullcontext():
-                sample_digest = self._process_sample(loss_of, device, loop)
+                sample_digest = self._process_sample(loss_of, device)
         with self._processes.fail_together():
             engine.end()
         if not self._processes.is_single:
@@ -282,21 +256,21 @@ class PrivateTraining:
                 weights=digest_of_weights(module),
             )  # fmt: skip
 
-    def _dry_run(self, module: nn.Module, loss_of: LossOf, loop: Loop) -> None:
+    def _dry_run(self, module: nn.Module, loss_of: LossOf) -> None:
         assert self._rounds and self._engine
         step = self._engine.step
-        step.public = loop.public_record()
+        step.public = self._public_record()
         refusals.refuse_hooks(module)
         sampler = self._rounds.sampler
-        later, within = (loop.in_round(t, sampler.place(t)) for t in (self.plan.rounds - 1, self.rounds_done + 1))
-        with loop.signals_deferred():
+        later, within = (self._in_round(t, sampler.place(t)) for t in (self.plan.rounds - 1, self.rounds_done + 1))
+        with signals_deferred():
             dry_run(step, self._rounds, loss_of, module, later, within)
         self._rounds.say_padding()
-        loop.after_dry_run(step.graphs.kept if step.mode == TRACED else ())
+        self._after_dry_run(step.graphs.kept if step.mode == TRACED else ())
         compiling = step.graphs.compiling
         self.compile, self.compiling = compiling.decided, compiling.reason
 
-    def _process_sample(self, loss_of: LossOf, device: torch.device, loop: Loop) -> int:
+    def _process_sample(self, loss_of: LossOf, device: torch.device) -> int:
         """Adds this process's part of the sample; returns the sample's digest."""
         assert self._rounds and self._engine and self._ledger
         engine = self._engine
@@ -314,7 +288,7 @@ class PrivateTraining:
                 except Exception as error:
                     engine.skip(records.size, error)
                 else:
-                    with loop.signals_deferred():
+                    with signals_deferred():
                         engine.add_chunk(loss_of, records.batch, records.size)
         return position.digest
 
@@ -342,6 +316,21 @@ class PrivateTraining:
                 self._engine.current_plan, self._indicators, self.rounds_done + 1, self.estimates.history
             )
         self.rounds_done = self._rounds.sampler.completed = self.rounds_done + 1
+
+    def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
+        """A context that imitates round `t`, at (epoch, batch) `place`."""
+        raise NotImplementedError
+
+    def _public_record(self) -> Any:
+        """A batch of one public record; None: there is none."""
+        return None
+
+    def _largest_fitting_batch(self, loss_of: LossOf) -> int | None:
+        """Records of the largest chunk that fits into a GPU's memory; None: it is not sought."""
+        return None
+
+    def _after_dry_run(self, kept: Sequence[str]) -> None:
+        """Refuses what would read private values later, such as attributes that a traced step sets."""
 
     def _close(self) -> None:
         self._until_closed.close()

@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.module_copy import copy_of
-from dpexp.privacy.gradients.torch_functions import table_size
 from dpexp.privacy.sampling.batches import flattened
 
 LossOf = Callable[[nn.Module, Any], Tensor]  # from the module, or a copy of it, and a batch of one record
@@ -190,32 +187,6 @@ def synthetic_options(below: int, public: list[Any] | None) -> Iterator[Syntheti
         yield from (SyntheticRecords(floats, below=below, public=public) for floats in ("normal", "same"))
     floats, integers = ("normal", "uniform", "ones"), ("random", "ones", "zeros")
     yield from (SyntheticRecords(a, b, below) for b, a in itertools.product(integers, floats))
-
-
-def smallest_index_range(chunk: Chunk, module: nn.Module) -> int:
-    """The smallest number of rows or classes that the step indexes, found with one record of zeros; by default 2."""
-    ranges = _IndexRanges()
-    try:
-        with ranges, torch.no_grad():
-            chunk.loss_of(copy_of(module), SyntheticRecords(integers="zeros").records(chunk, 1, 0).batch_of(0))
-    except Exception:
-        pass  # reported when synthetic records are tried
-    return min((size for size in ranges.sizes if size > 1), default=2)
-
-
-class _IndexRanges(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        try:
-            size = table_size(func, args, kwargs or {})
-        except Exception:  # wrong arguments, of which func itself complains
-            size = None
-        if size is not None:
-            self.sizes.append(size)
-        return func(*args, **(kwargs or {}))
 
 
 def public_leaves(public: Any, chunk: Chunk) -> list[Any] | None:

@@ -1,6 +1,11 @@
-"""A traced chunk, and the template that makes graphs of any number of rows from two traces."""
+"""The traced pass of a chunk of records, the template that makes such graphs of any number of rows, and the proof.
+
+A graph treats each record by itself. What the proof tests is PyTorch's vmap rules, the operators that are run on joined
+batches, the reading of factors, and the compiler: the function that was traced has seen one record alone.
+"""
 
 import copy
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from dpexp._torch_compat import operator_function, proxy_tensor, quick_tracing, tree_flatten, tree_unflatten
+from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.compiled import MARK, Compiled, Progress
+from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
-from dpexp.privacy.gradients.one_record import Inputs
+from dpexp.privacy.gradients.one_record import Inputs, OneRecord
+from dpexp.privacy.gradients.operators import NotTraceable
+from dpexp.privacy.noise.randomness import random_state, set_random_state
 from dpexp.privacy.state_checks import digest
 
 
@@ -159,3 +168,156 @@ def add_sums(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
         if name.startswith("sum:"):
             name = name.removeprefix("sum:")
             sums[name] = sums[name].add_(value) if name in sums else value
+
+
+def prove(
+    run: Callable[[Chunk, Tensor], dict[str, Tensor]], records: Chunk, others: Chunk, zeroing: bool = False
+) -> None:
+    """Raises NotTraceable unless a row's results are proved to depend on no other row.
+
+    From one random state the pass `run(records, which rows count)` runs on a chunk as it is, and with one row replaced:
+    the first, a middle and the last one by a row of `others`, and then by large values, by NaN, and by zeros
+    respectively; integers are put out of range unless an operator refuses that. Losses, norms and flags of all other
+    rows, and their sums, must be bit-equal. Sums are compared only if all norms are finite or `zeroing`, since they are
+    not used otherwise.
+    """
+    size = records.size
+    if size == 1:
+        return
+    device = records.tensors[0].device
+    rows, state = torch.arange(size, device=device), random_state(device)
+
+    def from_state(some: Chunk, counted: Tensor) -> dict[str, Tensor]:
+        set_random_state(device, state)
+        return run(some, counted)
+
+    for row, change in ((0, _LARGE), (size // 2, _NAN), (size - 1, _ZERO)):
+        unchanged = rows != row
+        before = from_state(records, unchanged)
+        for scale, shift in (_UNCHANGED, change):
+            try:
+                after = from_state(_with_row(records, others, row, scale, shift), unchanged)
+            except Exception:
+                if not shift:
+                    raise
+                after = from_state(_with_row(records, others, row, scale, 0), unchanged)
+            sums_used = zeroing or bool(before["finite"].all() & after["finite"].all())
+            for name, value in before.items():
+                if not name.startswith("sum:"):
+                    same = digest(value[unchanged]) == digest(after[name][unchanged])
+                else:
+                    same = not sums_used or digest(value + 0) == digest(after[name] + 0)  # -0 + 0 = 0
+                if not same:
+                    raise NotTraceable(f"a record's {name.partition(':')[0]} depends on another record of its batch")
+
+
+# The factor of the replacing record, and what is added to its integers, which puts indices out of range.
+_UNCHANGED, _LARGE, _NAN, _ZERO = (1.0, 0), (1e4, 7), (math.nan, -7), (0.0, 0)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+def _with_row(records: Chunk, others: Chunk, row: int, scale: float, shift: int) -> Chunk:
+    """The records with one row replaced by that of `others`, scaled; its integers are shifted."""
+    changed = []
+    for a, b in zip(records.tensors, others.tensors, strict=True):
+        new, of_row = a.detach().clone(), b.detach()[row]
+        if scale == 0:
+            new[row] = 0
+        elif a.dtype in _INTEGERS:
+            new[row] = of_row + shift
+        else:
+            new[row] = of_row * (scale if a.is_floating_point() or a.is_complex() else 1)
+        changed.append(new.requires_grad_(a.requires_grad))
+    return records.with_tensors(changed)
+
+
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2  # of a record's gradient, whose parts may cancel; in half precision
+
+
+def compare(one: OneRecord, lifted: Lifted, records: Chunk) -> None:
+    """Raises NotTraceable: factors do not give the gradients that they are read off, or lifting changes a record's.
+
+    The latter is not compared where results are random, since no record by itself repeats the draws of a chunk's.
+    """
+    state = [t.detach() for t in one.inputs.tensors()]
+    half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in (*state, *records.tensors))
+    with torch.no_grad(), full_precision(state[0].device):
+        found, dense = lifted.with_dense(state, records.tensors)
+        half = (
+            half or any(g.dtype.itemsize < 4 for g in dense.values()) or torch.is_autocast_enabled(state[0].device.type)
+        )
+        tolerance = _HALF_TOLERANCE if half else _TOLERANCE
+        sizes = sum((_norms(g).square() for g in dense.values()), torch.zeros_like(found.losses, dtype=torch.float64))
+        for name, gradient in dense.items():
+            factored = found.by_name[name].materialize().reshape(gradient.shape)
+            if bool((_norms(factored - gradient) > tolerance * sizes.sqrt()).any()):
+                raise NotTraceable(f"the factors of the gradient of {name} do not give it")
+        first = [t[0] for t in records.tensors]
+        if one.draws and [*map(digest, one.graph(*state, *first))] != [*map(digest, one.graph(*state, *first))]:
+            return
+        for i in range(records.size):
+            loss, *gradients = one.graph(*state, *(t[i] for t in records.tensors))
+            pairs = [(found.losses[i], loss, loss.double().abs())]
+            pairs += [(dense[n][i], g, sizes[i].sqrt()) for n, g in zip(one.used, gradients, strict=False)]
+            for mine, its, size in pairs:
+                if float((mine.double() - its.double()).norm()) > tolerance * float(size):
+                    raise NotTraceable("a record's loss or gradient differs from that of the record by itself")
+
+
+def _norms(gradients: Tensor) -> Tensor:
+    """[B] in float64."""
+    return gradients.double().flatten(1).norm(dim=1)
+
+
+_MAX_ERROR = 1e-5  # relative, of a compiled graph's sums
+
+
+def compile_and_compare(
+    graph: Graph, inputs: Sequence[Tensor], of: Inputs, device: torch.device, progress: Progress
+) -> Graph:
+    """The graph compiled; raises NotTraceable if it differs from the uncompiled one, or refuses some records.
+
+    Args:
+        inputs: of the graph; the last ones are records.
+        of: the parameters and buffers, which are the first ones.
+    """
+    k = len(of.names())
+    _check_refuses_none(graph, inputs[: k + 2], inputs[k + 2 :], device)
+    state = random_state(device)
+    fast = graph.compile(inputs, device, progress)
+    assert fast.compiled
+    if not fast.compiled.fits([*of.perturbed(), *inputs[k:]]):
+        raise NotTraceable("a parameter's strides are not the usual ones")
+    found = []
+    for each in (graph, fast):
+        set_random_state(device, state)
+        found.append(each(inputs, device))
+    error, total = 0.0, 0.0  # squared norms
+    for name, value in found[0].items():
+        if name.startswith("sum:"):
+            error += float((value - found[1][name]).double().square().sum())
+            total += float(value.double().square().sum())
+        elif not torch.allclose(value.double(), found[1][name].double(), rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise NotTraceable(f"a record's {name.partition(':')[0]} differs")
+    if not error <= (_MAX_ERROR**2) * total:
+        raise NotTraceable(f"the sums' relative error is {math.sqrt(error / total) if total else math.inf:.0e}")
+    return fast
+
+
+def _check_refuses_none(
+    graph: Graph, others: Sequence[Tensor], records: Sequence[Tensor], device: torch.device
+) -> None:
+    """Raises NotTraceable: an operator refuses some records, such as those with an index out of range; its compiled
+    code may end the process instead, or read another index."""
+    for number in (1e30, -1e30, math.nan):
+        changed = [leaf.detach().clone() for leaf in records]
+        for leaf in changed:
+            if leaf.is_floating_point() or leaf.is_complex():
+                leaf[0] = number
+            elif leaf.dtype != torch.bool:
+                limits = torch.iinfo(leaf.dtype)
+                leaf[0] = limits.min // 2 if number < 0 else limits.max // 2
+        try:
+            graph([*others, *changed], device)
+        except Exception as error:
+            raise NotTraceable("some records raise an error, as with an index out of range") from error

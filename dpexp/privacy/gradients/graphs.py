@@ -15,12 +15,12 @@ from dpexp.privacy.gradients.branches import describe, explain
 from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, NoLoss, SyntheticRecords, public_leaves, synthetic_options
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision, flops_of, seconds
-from dpexp.privacy.gradients.graph import Graph, Template, add_sums, rows_of, trace
+from dpexp.privacy.gradients.graph import Graph, Template, add_sums, compare, compile_and_compare, prove, rows_of, trace
 from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
-from dpexp.privacy.gradients.one_record import NotTraceable, OneRecord, difference, trace_one
+from dpexp.privacy.gradients.one_record import OneRecord, difference, trace_one
+from dpexp.privacy.gradients.operators import NotTraceable
 from dpexp.privacy.gradients.per_example import NO_GRADIENT
-from dpexp.privacy.gradients.proof import compare, compile_and_compare, prove
 from dpexp.privacy.noise.randomness import own_state
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.policies import Policy

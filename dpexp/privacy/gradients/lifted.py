@@ -19,7 +19,8 @@ from dpexp._torch_compat import (
 )
 from dpexp.privacy.gradients.factors import shape_of, uses_of
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
-from dpexp.privacy.gradients.one_record import NotTraceable, OneRecord
+from dpexp.privacy.gradients.one_record import OneRecord
+from dpexp.privacy.gradients.operators import NotTraceable
 from dpexp.privacy.gradients.per_example import ChunkGradients
 
 aten = torch.ops.aten

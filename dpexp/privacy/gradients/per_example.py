@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.gradients.layer_gradients import LayerGradient
 from dpexp.privacy.gradients.norms import full_precision
-from dpexp.privacy.gradients.torch_functions import OutOfRangeRefused
 from dpexp.privacy.private_metrics import Values
 
 NO_GRADIENT = (
@@ -148,3 +149,35 @@ def _refuse_seeding(*_: Any, **__: Any) -> NoReturn:
 def _refuse_new_seed(seed: int) -> None:
     if torch.default_generator.initial_seed() != seed:
         _refuse_seeding()
+
+
+# Their memory may still hold another record's numbers.
+_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
+
+
+def _filled(empty: Tensor) -> Tensor:
+    """An uninitialized tensor, filled with NaN, or with the largest integer."""
+    if empty.is_floating_point() or empty.is_complex():
+        return empty.fill_(torch.nan)
+    return empty.fill_(True if empty.dtype == torch.bool else torch.iinfo(empty.dtype).max)
+
+
+class OutOfRangeRefused(TorchFunctionMode):
+    """While active, uninitialized memory is filled, and a CTC loss refuses targets that it would read memory by."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in (F.ctc_loss, torch.ctc_loss):
+            _check_targets(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return _filled(result) if func in _EMPTY else result
+
+
+def _check_targets(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any
+) -> None:
+    """Padded targets [N, S] are read up to their lengths; concatenated ones up to the sum of the lengths."""
+    lengths = torch.as_tensor(target_lengths, device=targets.device)
+    lengths = lengths[:, None] if targets.dim() == 2 else lengths.sum()
+    used = torch.arange(targets.shape[-1], device=targets.device) < lengths
+    if bool((used & ((targets < 0) | (targets >= log_probs.shape[-1]))).any()):
+        raise IndexError("ctc_loss was called with a target out of range.")

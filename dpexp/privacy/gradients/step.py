@@ -18,7 +18,8 @@ from dpexp.privacy.gradients.graphs import Graphs
 from dpexp.privacy.gradients.module_copy import attributes, changed
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_at_a_time import OneAtATime
-from dpexp.privacy.gradients.one_record import NotTraceable, difference
+from dpexp.privacy.gradients.one_record import difference
+from dpexp.privacy.gradients.operators import NotTraceable
 from dpexp.privacy.gradients.per_example import ChunkGradients
 from dpexp.privacy.noise.randomness import own_state
 from dpexp.privacy.state_checks import digest_as_integer

@@ -92,7 +92,7 @@ class Microbatch(Example):
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """A user's vector is the change of the weights by SGD (see `dpexp.privacy.gradients.local_training`).
+    """A user's vector is the change of the weights by SGD (see `dpexp.privacy.gradients.one_at_a_time`).
 
     Attributes:
         lr: learning rate of the user's SGD.
