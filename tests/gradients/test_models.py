@@ -42,9 +42,10 @@ ALWAYS = {
 }  # fmt: skip
 # All others are traced.
 EXPECTED = {
-    "checkpointed, reentrant": "one at a time", "early exits": "one at a time", "Fourier layer, complex": "refused",
+    "LSTM, packed": "one at a time", "GRU, both ways, packed": "one at a time",
+    "ELECTRA, discriminator": "one at a time", "early exits": "one at a time", "Fourier layer, complex": "refused",
     "experts, routed": "one at a time", "DeBERTa": "one at a time",
-    "DeBERTa-v2": "one at a time", "Bloom": "one at a time", "Mixtral": "one at a time",
+    "DeBERTa-v2": "one at a time", "Mixtral": "one at a time",
     "Wav2Vec2, CTC": "one at a time", "LoHa on Llama": "one at a time", "LoKr on Llama": "one at a time",
     "timm ResNet": "refused", "torchvision ResNet": "refused",
 }  # fmt: skip
@@ -116,8 +117,7 @@ with those of one record at a time in float64, at a relative error of 1e-9, and 
 and without:
 
 - *traced*: all records together, by a graph of the training step;
-- *vmap*: all records together, by the training step as it is written;
-- *one at a time*: by ordinary autograd, which is slow;
+- *one at a time*: by ordinary autograd, on a copy of the model for each record, which is slow;
 - *refused*.
 
 [Speed](speed.md) explains how the mode is chosen. `python tests/gradients/test_models.py` writes this page. With

@@ -20,7 +20,7 @@ from dpexp._torch_compat import (
 from dpexp.privacy.gradients.factors import shape_of, uses_of
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.one_record import OneRecord
-from dpexp.privacy.gradients.operators import NotTraceable
+from dpexp.privacy.gradients.operators import NotTraceable, is_random
 from dpexp.privacy.gradients.per_example import ChunkGradients
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ class Lifted:
         losses, start = found[loss], int(self._has_ranges)
         in_range = found[rest[0]] if self._has_ranges else torch.ones_like(losses, dtype=torch.bool)
         gradients: dict[str, LayerGradient] = {
-            name: merge([use.gradient(*(_at_least_float32(found[f]) for f in use.factors)) for use in uses])
+            name: merge([use.gradient(*(_cast(found[f], self._used[name]) for f in use.factors)) for use in uses])
             for name, uses in self._uses.items()
         }
         for key, node in zip(self._values, rest[start:], strict=False):
@@ -119,7 +119,7 @@ def _of_records(graph: fx.Graph, num_state: int) -> set[fx.Node]:
     """The nodes that depend on the record, or on random numbers, which are drawn for each record."""
     found: set[fx.Node] = set()
     for k, node in enumerate(graph.nodes):
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        random = is_random(node)
         if (node.op == "placeholder" and k >= num_state) or random or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
@@ -148,8 +148,10 @@ def _draw_for_each(graph: fx.Graph, of_records: set[fx.Node]) -> None:
             node.args = (own, *node.args[1:])
 
 
-def _at_least_float32(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(torch.float32, t.dtype)) if t.is_floating_point() else t
+def _cast(factor: Tensor, gradient: fx.Node) -> Tensor:
+    """A factor in the type in which gradients are summed, which is at least float32."""
+    dtype = torch.promote_types(torch.float32, gradient.meta["val"].dtype)
+    return factor.to(dtype) if factor.is_floating_point() else factor
 
 
 # ---- operators that vmap gets wrong ----------------------------------------------------------------------------------
@@ -268,7 +270,8 @@ class Joined:
         tensors = {k: a for k, a in given.items() if isinstance(a, Tensor)}
         differ = {k: a for k, a in tensors.items() if is_batched(a)}
         fits = differ and differ.keys() <= self._joined and (self._spread or differ.keys() == self._joined)
-        if not fits or (self._op is _GROUP_NORM_BACKWARD and not args[-1][0]):
+        of_rows = self._op is aten.addmm.default and args[0].dim() > 1  # a bias for each row
+        if not fits or of_rows or (self._op is _GROUP_NORM_BACKWARD and not args[-1][0]):
             return self._op(*args, **kwargs)
         one = next(iter(differ.values()))
         level, rows, count = level_of(one), unbatched(one).shape[batch_dim(one)], len(args[min(self._joined, key=str)])

@@ -40,6 +40,7 @@ from dpexp.privacy.gradients.operators import (
     check_operators,
     check_writes,
     drop_copies,
+    is_random,
     simplify,
 )
 from dpexp.privacy.gradients.per_example import ONE_LOSS, no_seeds, python_random_states, refuse_other_parameters
@@ -133,7 +134,7 @@ class OneRecord:
     @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in self.graph.graph.nodes)
+        return any(map(is_random, self.graph.graph.nodes))
 
     @cached_property
     def constants(self) -> dict[str, Tensor]:
@@ -294,8 +295,7 @@ def _depend_on_inputs(graph: fx.Graph, names: list[str]) -> list[str]:
     others being caches, which are computed in the graph."""
     of_inputs: set[fx.Node] = set()
     for node in graph.nodes:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "placeholder" or random or not of_inputs.isdisjoint(node.all_input_nodes):
+        if node.op == "placeholder" or is_random(node) or not of_inputs.isdisjoint(node.all_input_nodes):
             of_inputs.add(node)
     (outputs,) = inputs_of(graph.output_node())
     count = len(outputs) - len(names)

@@ -21,6 +21,13 @@ class NotTraceable(Exception):
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers; attention is tagged so, but does only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return not (_name(node).startswith("_scaled_dot_product") and inputs_of(node)[3:4] in ((), (0.0,)))
+
+
 def check_operators(graph: fx.GraphModule) -> None:
     """Raises NotTraceable: an operator may keep state, communicate, or raise an error for some records."""
     for node in graph.graph.nodes:
@@ -140,7 +147,7 @@ def simplify(graph: fx.Graph) -> None:
                 k = user.args[1]
                 with graph.inserting_before(user):
                     if k == 2 and node.target is aten.convolution_backward.default:
-                        dims = [0, *range(2, 2 + len(node.args[4]))]
+                        dims = [0, *range(2, node.args[0].meta["val"].dim())]
                         own = graph.call_function(aten.sum.dim_IntList, (node.args[0], dims))
                         own.meta = dict(user.meta)
                         user.replace_all_uses_with(own)
