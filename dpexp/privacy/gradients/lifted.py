@@ -54,7 +54,7 @@ class Lifted:
         self._has_ranges = bool(in_range)
         for node in graph.nodes:
             if node.op == "call_function":
-                node.target = JOINED.get(node.target, node.target)
+                node.target = LIFTED.get(node.target, node.target)
         self._used = dict(zip(one.used, others, strict=False))
         self._run, self._run_dense = (
             _module(one, graph, outputs) for outputs in (self._outputs, [*self._outputs, *self._used.values()])
@@ -294,7 +294,8 @@ class Joined:
 
 
 _GROUP_NORM_BACKWARD = aten.native_group_norm_backward.default
-JOINED: dict[Any, Any] = {
+# A view of memory that vmap has put in another order is a copy.
+LIFTED: dict[Any, Any] = {aten.view.default: torch.reshape} | {
     op: Joined(op, *how)
     for op, *how in (
         (CPU_ATTENTION, (0, 1, 2, "attn_mask"), True),
