@@ -532,7 +532,7 @@ def test_an_operator_that_mixes_records_if_one_is_not_finite_is_found_by_the_pro
     def mixing(x):
         return torch.relu(x) + 0 * unbatched(x).sum()
 
-    monkeypatch.setitem(lifted.JOINED, torch.ops.aten.relu.default, mixing)
+    monkeypatch.setitem(lifted.LIFTED, torch.ops.aten.relu.default, mixing)
     module, loss_of = classifier()
     engine = engine_of(module)
     sums_of(engine, loss_of, rows())

@@ -240,13 +240,11 @@ def compare(one: OneRecord, lifted: Lifted, records: Chunk) -> None:
     The latter is not compared if the graph draws random numbers: no record by itself repeats those of a chunk's.
     """
     state = [t.detach() for t in one.inputs.tensors()]
-    half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in (*state, *records.tensors))
+    types = (node.meta["val"].dtype for node in one.graph.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+    half = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in types)
+    tolerance = _HALF_TOLERANCE if half else _TOLERANCE
     with torch.no_grad(), full_precision(state[0].device):
         found, dense = lifted.with_dense(state, records.tensors)
-        half = (
-            half or any(g.dtype.itemsize < 4 for g in dense.values()) or torch.is_autocast_enabled(state[0].device.type)
-        )
-        tolerance = _HALF_TOLERANCE if half else _TOLERANCE
         sizes = sum((_norms(g).square() for g in dense.values()), torch.zeros_like(found.losses, dtype=torch.float64))
         for name, gradient in dense.items():
             factored = found.by_name[name].materialize().reshape(gradient.shape)
@@ -263,7 +261,7 @@ def compare(one: OneRecord, lifted: Lifted, records: Chunk) -> None:
 
 def _norms(gradients: Tensor) -> Tensor:
     """[B] in float64."""
-    return gradients.double().flatten(1).norm(dim=1)
+    return gradients.double().reshape(len(gradients), -1).norm(dim=1)
 
 
 _MAX_ERROR = 1e-5  # relative, of a compiled graph's sums
