@@ -289,7 +289,13 @@ def unread(m, x):
 
 
 SETS, CHANGED = "training_step sets {}state", "state is changed inside training_step"
-case("a queue of features, buffer assigned", REFUSED, SETS.format("the buffer "), start=buffer(zeros(4, 3)), factor=enqueue)
+case(
+    "a queue of features, buffer assigned",
+    REFUSED,
+    SETS.format("the buffer "),
+    start=buffer(zeros(4, 3)),
+    factor=enqueue,
+)
 case("a queue of features, buffer in place", REFUSED, CHANGED, start=buffer(zeros(4, 3)), factor=enqueue_in_place)
 case("a queue of features, list", REFUSED, SETS.format(""), start=own("state", list), factor=append)
 case("a queue of features, deque", REFUSED, SETS.format(""), start=own("state", lambda: deque(maxlen=4)), factor=append)
@@ -466,7 +472,9 @@ case("a metric updated, and read by a hook", REFUSED, "", start=own("metric", Me
 case("a metric updated, and read by a hook, untraced", REFUSED, "", start=own("metric", MeanMetric), factor=untraced(measured),
      on_train_epoch_end=lambda m: m.log("mean", float(m.metric.compute())))  # fmt: skip
 case("a metric read", REFUSED, "", start=own("metric", MeanMetric), factor=lambda m, x: float(m.metric(x.sum())))
-case("a signal within a record, untraced", LOOP, "(__bool__)", start=lambda m: HEARD.clear(), factor=untraced(signalled))
+case(
+    "a signal within a record, untraced", LOOP, "(__bool__)", start=lambda m: HEARD.clear(), factor=untraced(signalled)
+)
 case("time.time() in the loss", REFUSED, "differs after other records", factor=lambda m, x: time.time())
 case("weights clamped", REFUSED, "changed inside training_step", factor=clamped)
 case("weights clamped, untraced", REFUSED, "changed inside training_step", factor=untraced(clamped))
@@ -484,12 +492,34 @@ def records(seed=1):
 
 if __name__ == "__main__":
     import sys
+
     for one in CASES:
         if len(sys.argv) > 1 and not re.search(sys.argv[1], one.what):
             continue
         began = time.time()
         OPENED.append(tempfile.mkdtemp())
         e = job(OPENED[-1], one, records())
-        ok = [bool(torch.allclose(r, by_hand(one, e, t), atol=1e-6)) for t, r in enumerate(e.released) if one.right and one.right(t, torch.zeros(3).double())]
-        print("##", one.what, "|", one.outcome, "| got", e.mode, e.reason[-80:], "| rounds", len(e.released), e.committed, ok, "| error", type(e.error).__name__, str(e.error)[:200], f"{time.time() - began:.1f}s")
-        if one.sentence and one.sentence not in f"{e.error} {e.reason} {e.said}": print("   SENTENCE", one.sentence, "NOT IN", e.error, e.reason, e.said)
+        ok = [
+            bool(torch.allclose(r, by_hand(one, e, t), atol=1e-6))
+            for t, r in enumerate(e.released)
+            if one.right and one.right(t, torch.zeros(3).double())
+        ]
+        print(
+            "##",
+            one.what,
+            "|",
+            one.outcome,
+            "| got",
+            e.mode,
+            e.reason[-80:],
+            "| rounds",
+            len(e.released),
+            e.committed,
+            ok,
+            "| error",
+            type(e.error).__name__,
+            str(e.error)[:200],
+            f"{time.time() - began:.1f}s",
+        )
+        if one.sentence and one.sentence not in f"{e.error} {e.reason} {e.said}":
+            print("   SENTENCE", one.sentence, "NOT IN", e.error, e.reason, e.said)

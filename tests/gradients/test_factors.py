@@ -123,6 +123,28 @@ class StraightThrough(torch.autograd.Function):
         return g
 
 
+class Halves(torch.autograd.Function):
+    """The identity, whose gradient is one half everywhere."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.full(g.shape, 0.5, dtype=g.dtype)
+
+
+def half_constant(x, weight):
+    first, second = weight.split(2)
+    return F.linear(x, first) + Halves.apply(second).sum()
+
+
+def normalized_images(x, weight, scale, shift):
+    """Channels are last in memory."""
+    return F.group_norm(F.conv2d(x.view(-1, 4, 1, 3).permute(0, 3, 1, 2), weight), 2, scale, shift)
+
+
 def filled(x, a, b):
     """Written into a tensor that was none of the parameters'."""
     weight = x.new_zeros(4, 3)
@@ -153,6 +175,10 @@ CALLS = {
     "x @ w": (lambda x, w: x @ w, (3,)),
     "matrices of heads": (lambda x, w: x @ w, (4, 3, 5)),
     "addmm, scaled": (lambda x, w, b: torch.addmm(b, x.view(-1, 3), w, beta=0.5, alpha=2), (3, 5), (1, 5)),
+    "addmm, a bias for each row": (lambda x, w, b: torch.addmm(b, x.view(-1, 3), w), (3, 5), (4, 5)),
+    "transposed and reshaped": (lambda x, w: F.linear(x, w.t().reshape(8, 3)), (4, 6)),
+    "a constant gradient": (half_constant, (4, 3)),
+    "group norm, channels last": (normalized_images, (4, 3, 1, 1), (4,), (4,)),
     "transposed": (lambda x, w: F.linear(x, w.t().contiguous()), (3, 5)),
     "used twice": (lambda x, w: F.linear(F.linear(x, w).tanh(), w.t()), (4, 3)),
     "einsum": (lambda x, w: torch.einsum("btd, dp -> btp", x, w), (3, 5)),
@@ -193,11 +219,12 @@ CALLS = {
     "gradient within": (lambda x, w: torch.func.grad(lambda z: F.linear(z, w.exp()).tanh().sum())(x) + x, (3, 3)),
     "one for several": (lambda x, w: torch.einsum("btd,dp->btp", x[..., :1], w), (3, 2)),
 }  # fmt: skip
-TWO_STORED = ("addmm, scaled", "joined", "standardized convolution", "filled")
+TWO_STORED = ("addmm, scaled", "group norm, channels last", "joined", "standardized convolution", "filled")
 STORED = (
     "x @ w", "matrices of heads", "einsum with a common index", "einsum of a diagonal", "a part", "expanded", "chunks",
     "embedding by frequency", "normalised", "scale", "number", "decay", "without gradients", "in place", "complex",
-    "prelu", "gradient within", "one for several",
+    "prelu", "gradient within", "one for several", "addmm, a bias for each row", "transposed and reshaped",
+    "a constant gradient",
 )  # fmt: skip
 
 

@@ -271,7 +271,8 @@ class Joined:
         differ = {k: a for k, a in tensors.items() if is_batched(a)}
         fits = differ and differ.keys() <= self._joined and (self._spread or differ.keys() == self._joined)
         of_rows = self._op is aten.addmm.default and args[0].dim() > 1  # a bias for each row
-        if not fits or of_rows or (self._op is _GROUP_NORM_BACKWARD and not args[-1][0]):
+        sums = self._op is _GROUP_NORM_BACKWARD and [*args[-1]] != [True, False, False]  # over all that is joined
+        if not fits or of_rows or sums:
             return self._op(*args, **kwargs)
         one = next(iter(differ.values()))
         level, rows, count = level_of(one), unbatched(one).shape[batch_dim(one)], len(args[min(self._joined, key=str)])
@@ -284,7 +285,8 @@ class Joined:
                     given[k] = a[0]
                     continue
                 a = a.expand(len(a), count, *a.shape[2:])
-            given[k] = a.expand(rows, *a.shape[1:]).flatten(0, 1)
+            joined = a.expand(rows, *a.shape[1:]).flatten(0, 1)
+            given[k] = joined if self._count is None else joined.contiguous()
         if self._count is not None:
             given[self._count] *= rows
         found = self._op(*(given[k] for k in range(len(args))), **{k: given[k] for k in kwargs})

@@ -152,7 +152,10 @@ def simplify(graph: fx.Graph) -> None:
                         own.meta = dict(user.meta)
                         user.replace_all_uses_with(own)
                     else:
-                        own = graph.call_function(node.target, (*node.args[:-1], [k == i for i in range(3)]))
+                        mask = [k == i for i in range(3)]
+                        if node.target is aten.native_group_norm_backward.default and k > 0:
+                            mask = [True] * 3  # without the input's gradient, PyTorch's code for channels last crashes
+                        own = graph.call_function(node.target, (*node.args[:-1], mask))
                         own.meta = dict(node.meta)
                         user.args = (own, k)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
