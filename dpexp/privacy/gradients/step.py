@@ -81,8 +81,9 @@ class Step:
         """Decides `mode` for the job, from the shapes and types of records alone.
 
         Args:
-            later, within: settings of the last round, and of a later one of the first epoch. A step is traced only if
-                its graph is the same under both, or the same within each epoch.
+            later: settings of the last round. A step is traced only if its graph is the same under these.
+            within: settings of a later round of the first epoch: a step that is the same under these alone is traced
+                in each epoch.
             others: records of other shapes; a step is traced if 16 records have at most 12 shapes.
 
         Raises:
