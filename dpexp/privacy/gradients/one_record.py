@@ -173,7 +173,7 @@ def trace_one(
         NotTraceable: the step is not a function of operators alone, such as one that branches on a record's values.
         ConfigError: the step keeps state of a record that it reads again.
     """
-    outside: list[nn.Module] = []
+    outside = [value for value in attributes(module).values() if isinstance(value, nn.Module)]  # in lists and objects
     while True:
         tracing = _Tracing(loss_of, module, parameters, chunk, values, outside)
         one = tracing.run()
