@@ -28,7 +28,7 @@ TRACED, LOOP = "traced", "one at a time"
 _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
 _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
-_COMPARED_ROUNDS = 4  # first rounds, before which attributes are compared, as they are at the start of epochs
+_COMPARED_ROUNDS = 4  # first rounds before which attributes are compared, those that begin epochs not counted
 _MAX_CHANGES = 2  # with more between epochs, the step is no longer traced
 
 Settings = Callable[[], AbstractContextManager]
@@ -131,7 +131,7 @@ class Step:
         """
         if self.mode != TRACED:
             return
-        self._calls += 1
+        self._calls += not epoch_begins
         due, graphs = epoch_begins or self._calls < _COMPARED_ROUNDS, self.graphs
         hooked = due and changed(graphs.attributes, attributes(self._module))
         if not (hooked or graphs.stale or (epoch_begins and self._by_epoch)):
