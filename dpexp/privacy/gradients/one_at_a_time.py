@@ -1,7 +1,7 @@
 """Records processed one at a time: for a step that is no function of operators alone, and for users' local training.
 
-Each record has a fresh copy of the module, with clones of its buffers, so that what the step keeps is thrown away.
-Weights are shared, and compared by bits before each release.
+Each record has a fresh copy of the module and its tensors, so that what the step keeps is thrown away. The module's
+parameters are shared, and compared by bits before each release.
 
 User-level vectors by local training: v = θ_0 - θ_K, where θ_{k+1} = θ_k - η ∇ℓ(θ_k; batch k) on the user's examples.
 
@@ -146,8 +146,7 @@ class OneAtATime:
 
     def gradients_of(self, chunk: Chunk, i: int) -> ChunkGradients:
         """The vector of record i, and its loss."""
-        buffers = {id(b): b.detach().clone() for b in self._module.buffers()}
-        module = copy_of(self._module, lambda t: buffers.get(id(t), t))
+        module = copy_of(self._module)
         with spectral_norms_fixed(module):
             if self._local:
                 found, loss = self._local.vector_of(module, chunk, i)
