@@ -259,7 +259,7 @@ def refuse_read_by_hooks(module: nn.Module, kept: Sequence[str]) -> None:
                     raise ConfigError(_KEPT.format(where=name, hook=hook))
     if kept:
         warnings.warn(
-            f"training_step sets {', '.join(f'self.{name}' for name in kept)}: it is traced on a copy of the module, "
+            f"training_step sets {', '.join(f'self.{name}' for name in kept)}: it runs on a copy of the module, "
             "and nothing is kept in the module itself."
         )
 

@@ -115,8 +115,14 @@ _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "to
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The names of attributes that differ: plain values by value, others by identity."""
-    return [name for name in {**before, **now} if not _equal(before.get(name, _missing), now.get(name, _missing))]
+    """The names of attributes that differ: plain values by value, others by identity; a container's number of entries
+    only where none of its entries does."""
+    names = [name for name in {**before, **now} if not _equal(before.get(name, _missing), now.get(name, _missing))]
+    return [name for name in names if not (name.endswith(".len") and _begins(name[:-3], names) > 1)]
+
+
+def _begins(beginning: str, names: list[str]) -> int:
+    return sum(name.startswith(beginning) for name in names)
 
 
 _missing = object()

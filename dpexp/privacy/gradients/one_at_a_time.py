@@ -34,7 +34,7 @@ from dpexp.privacy.gradients.chunk import (
     synthetic_options,
 )
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
-from dpexp.privacy.gradients.module_copy import copy_of
+from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import (
     NO_GRADIENT,
@@ -133,6 +133,7 @@ class OneAtATime:
     Attributes:
         synthetic: how synthetic records are drawn.
         seconds_of_record: as measured by `test`.
+        kept: attributes that the step sets on the record's copy of the module, as seen by `test`.
     """
 
     def __init__(
@@ -143,10 +144,11 @@ class OneAtATime:
         self._local, self._device = local, device
         self.synthetic = SyntheticRecords()
         self.seconds_of_record = 0.0
+        self.kept: list[str] = []
 
-    def gradients_of(self, chunk: Chunk, i: int) -> ChunkGradients:
-        """The vector of record i, and its loss."""
-        module = copy_of(self._module)
+    def gradients_of(self, chunk: Chunk, i: int, module: nn.Module | None = None) -> ChunkGradients:
+        """The vector of record i, and its loss, by a new copy of the module or the one given."""
+        module = copy_of(self._module) if module is None else module
         with spectral_norms_fixed(module):
             if self._local:
                 found, loss = self._local.vector_of(module, chunk, i)
@@ -227,6 +229,10 @@ class OneAtATime:
         with own_state(self._device):
             try:
                 before, began = probe(), time.perf_counter()
+                own = copy_of(self._module)
+                held = attributes(own)
+                self.gradients_of(first, 0, own)
+                self.kept = changed(held, attributes(own))
             except RecordError as error:
                 raise ConfigError(str(error)) from error
             for other in others:
@@ -241,7 +247,7 @@ class OneAtATime:
             except Exception as error:
                 what = f"training_step fails after other records ({explain(error)})"
                 raise ConfigError(KEEPS_STATE.format(what=what)) from error
-            self.seconds_of_record = (time.perf_counter() - began) / (1 + len(others))
+            self.seconds_of_record = (time.perf_counter() - began) / (2 + len(others))
         self.refuse_changes(weights)
         if after != before:
             raise ConfigError(KEEPS_STATE.format(what="a record's loss or gradient differs after other records"))
