@@ -181,6 +181,6 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     def _after_dry_run(self, kept: Sequence[str]) -> None:
         trainer, module = self._trained
-        refusals.refuse_read_by_hooks(module, kept)
+        refusals.refuse_read_by_hooks(trainer, module, kept)
         refusals.refuse_monitors(trainer, module, self._logged, self._validated)
         muted_logging.say_dropped(self._logged, self.plan)

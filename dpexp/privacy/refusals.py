@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,17 +249,22 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
         raise ConfigError("optimizer: LBFGS computes several losses a step, each a release; choose SGD or Adam.")
 
 
-def refuse_read_by_hooks(module: nn.Module, kept: Sequence[str]) -> None:
-    """Refuses attributes that a step sets, on a copy of the module, and that a hook reads of the module itself."""
-    for hook in _READING:
-        code = getattr(getattr(type(module), hook, None), "__code__", None)
-        if isinstance(module, pl.LightningModule) and is_overridden(hook, module) and code is not None:
-            for name in kept:
-                if name.partition(".")[0] in code.co_names:
-                    raise ConfigError(_KEPT.format(where=name, hook=hook))
+def refuse_read_by_hooks(trainer: pl.Trainer, module: nn.Module, kept: Sequence[str]) -> None:
+    """Refuses attributes that a step sets, on a copy of the module, and that a hook, of the module or of a callback,
+    reads of the module itself."""
+    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith(_OURS)]  # type: ignore[attr-defined]
+    layers = [name for name, _ in module.named_modules() if name]
+    for owner, hook in product([module, *callbacks], _READING):
+        code = getattr(getattr(type(owner), hook, None), "__code__", None)
+        read = code.co_names if code is not None else ()
+        for name in kept:
+            layer = max((f"{one}." for one in layers if name.startswith(f"{one}.")), key=len, default="")
+            if name.removeprefix(layer).partition(".")[0] in read:
+                reader = hook if owner is module else f"{type(owner).__name__}.{hook}"
+                raise ConfigError(_KEPT.format(where=name, hook=reader))
     if kept:
         warnings.warn(
-            f"training_step sets {', '.join(f'self.{name}' for name in kept)}: it is traced on a copy of the module, "
+            f"training_step sets {', '.join(f'self.{name}' for name in kept)}: it runs on a copy of the module, "
             "and nothing is kept in the module itself."
         )
 

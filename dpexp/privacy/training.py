@@ -19,7 +19,7 @@ from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan, l
 from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.gradients.per_example import loss_of_step
-from dpexp.privacy.gradients.step import TRACED, Step
+from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.muted_logging import collectives_refused, signals_deferred
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
@@ -266,7 +266,7 @@ class PrivateTraining:
         with signals_deferred():
             dry_run(step, self._rounds, loss_of, module, later, within)
         self._rounds.say_padding()
-        self._after_dry_run(step.graphs.kept if step.mode == TRACED else ())
+        self._after_dry_run(step.kept)
         compiling = step.graphs.compiling
         self.compile, self.compiling = compiling.decided, compiling.reason
 
@@ -330,7 +330,7 @@ class PrivateTraining:
         return None
 
     def _after_dry_run(self, kept: Sequence[str]) -> None:
-        """Refuses what would read private values later, such as attributes that a traced step sets."""
+        """Refuses what would read private values later, such as attributes that a step sets."""
 
     def _close(self) -> None:
         self._until_closed.close()

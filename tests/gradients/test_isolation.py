@@ -303,26 +303,6 @@ def test_a_step_that_keeps_something_anywhere_is_refused(tmp_path, place, asking
     assert_refused(tmp_path, Counting(place, asking))
 
 
-def test_what_a_step_that_asks_keeps_in_a_copy_affects_no_other_record(tmp_path):
-    (released,), _ = trained(tmp_path, Counting("attribute", asking=True), rows(5))
-    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
-
-
-class FirstOnly(Model):
-    """The first record of all would count otherwise."""
-
-    first = True
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        scale, self.first = 30 if self.first else 1, False
-        return F.cross_entropy(scale * self.net(x), y)
-
-
-def test_a_step_that_treats_the_first_record_differently_is_refused(tmp_path):
-    assert_refused(tmp_path, FirstOnly(), "training_step sets first")
-
-
 class Codebook(nn.Module):
     """A moving average of the data in a buffer or a frozen parameter, as vector quantisers keep it."""
 
@@ -359,24 +339,6 @@ def test_parameters_and_buffers_that_follow_the_data_are_refused(tmp_path, way, 
     with pytest.raises(ConfigError):
         trained(tmp_path, Model(nn.Sequential(nn.Identity(), Codebook(way, parameter))), rows(5))
     assert len(read_ledger(tmp_path / "0.jsonl")) == 0
-
-
-class Remembering(Model):
-    """The last record, in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("last", torch.zeros(4).double())
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        self.last.copy_(x[0])
-        return F.cross_entropy(self.net(x), y)
-
-
-def test_a_step_that_writes_to_a_buffer_is_refused_by_its_name(tmp_path):
-    with pytest.raises(ConfigError, match="last is changed inside training_step"):
-        trained(tmp_path, Remembering(), [(100 + x, y) for x, y in rows(4)])
 
 
 class Random(Model):
@@ -473,22 +435,6 @@ def test_loggers_get_nothing_from_training(tmp_path):
     public = {"epsilon", "val_loss", "lr-SGD"}
     assert public <= told.keys() <= {*public, "epoch"}
     assert set(run.callback_metrics) <= public
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-def test_what_a_step_kept_cannot_be_read_outside(tmp_path, hook):
-    class Reading(Model):
-        kept = 0.0
-
-        def training_step(self, batch, batch_idx):
-            self.kept = super().training_step(batch, batch_idx)
-            return self.kept
-
-        def read(self, *arguments):
-            self.log("kept", float(self.kept))
-
-    with pytest.raises(ConfigError, match=f"keeps values of records in self.kept, and {hook} reads it"):
-        trained(tmp_path, type("Hooked", (Reading,), {hook: Reading.read})(), rows(5), steps=3)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])

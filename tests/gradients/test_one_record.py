@@ -172,63 +172,7 @@ def test_a_step_is_traced_run_one_record_at_a_time_or_refused(what):
     assert relative_error(found, clipped_sums(engine.plan, module, lambda one: loss_of(module, one), leaves, N)) < 1e-5
 
 
-def hidden_state(m, x):
-    m.state = 0.5 * m.state + x.mean(0)
-    return x * m.state
-
-
-def counted(m, x):
-    m.calls += 1
-    return x * m.calls
-
-
-def queued(m, x):
-    m.queue.append(x.detach())
-    return x - m.queue[0]
-
-
-def averaged(m, x):
-    m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
-    return x
-
-
-KEEPING = {
-    "a tensor": (hidden_state, "sets .*state"), "a number": (counted, "sets .*calls"),
-    "a list": (queued, "sets .*queue"), "a buffer": (averaged, "sets the buffer mean"),
-}  # fmt: skip
-
-
-def keeping():
-    module, _ = classifier()
-    module.state, module.calls, module.queue = torch.zeros(8), 0, []
-    module.register_buffer("mean", torch.zeros(8))
-    return module
-
-
-@pytest.mark.parametrize("what", KEEPING)
-def test_what_a_step_sets_and_reads_again_is_refused_by_its_name(what):
-    change, sentence = KEEPING[what]
-    module = keeping()
-    with pytest.raises(ConfigError, match=f"training_step {sentence}"):
-        sums_of_module(engine_of(module), lambda m, one: cross_entropy(m, (change(m, one[0]), one[1])), rows())
-    assert not module.state.any() and module.calls == 0 and module.queue == [] and not module.mean.any()
-
-
-def test_what_a_step_sets_and_does_not_read_lands_in_a_copy():
-    module = keeping()
-
-    def loss_of(m, one):
-        m.state, m.calls = one[0].detach(), 7
-        m.queue.append(one[0])
-        return cross_entropy(m, one)
-
-    engine = engine_of(module)
-    sums_of_module(engine, loss_of, rows())
-    assert engine.mode == TRACED and {"state", "calls"} <= {*engine.step.graphs.kept}
-    assert not module.state.any() and module.calls == 0 and module.queue == []
-
-
-# Two traces, epochs, attributes, other networks
+# Two traces
 
 
 @contextmanager
@@ -264,38 +208,6 @@ def test_a_step_may_read_the_epoch_but_no_number_that_changes_within_one(within,
         engine.step.trace_again(loss_of, epoch_begins=True)
         second = sums_of_module(engine, loss_of, batch)
         assert relative_error(second, {name: 2 * total for name, total in first.items()}) < 1e-5
-
-
-def test_an_attribute_that_a_hook_changes_is_read_again():
-    module, _ = classifier()
-    module.scale = 1.0
-
-    def loss_of(m, one):
-        return cross_entropy(m, one) * m.scale
-
-    engine, batch = engine_of(module, clip_norm=1e4), rows()
-    first = sums_of_module(engine, loss_of, batch)
-    for scale in (2.0, 3.0):
-        module.scale = scale
-        engine.step.trace_again(loss_of)
-        assert relative_error(sums_of_module(engine, loss_of, batch), {n: scale * t for n, t in first.items()}) < 1e-5
-    assert engine.mode == TRACED
-
-
-def test_a_network_outside_the_module_is_looked_up_in_every_round():
-    module, _ = classifier()
-    teacher = nn.Linear(8, 3)
-
-    def loss_of(m, one):
-        return F.cross_entropy(nn.Sequential.forward(m, one[0]) + teacher(one[0]).detach(), one[1])
-
-    engine, batch = engine_of(module), rows()
-    sums_of_module(engine, loss_of, batch)
-    teacher.load_state_dict({name: 5 * t + 1 for name, t in teacher.state_dict().items()}, assign=True)
-    leaves = tuple(part[:, 0] for part in batch)
-    found = sums_of_module(engine, loss_of, batch)
-    assert engine.mode == TRACED
-    assert relative_error(found, clipped_sums(engine.plan, module, lambda one: loss_of(module, one), leaves, N)) < 1e-5
 
 
 # Shapes first met in a round

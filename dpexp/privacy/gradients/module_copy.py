@@ -22,28 +22,34 @@ from dpexp._lightning_compat import pl
 from dpexp._torch_compat import own_tensors
 from dpexp.errors import ConfigError
 
-_SHARED = (np.ndarray, Dataset, DataLoader, pl.LightningDataModule, torch.optim.Optimizer)
+_DATA = (Dataset, DataLoader, pl.LightningDataModule, torch.optim.Optimizer)
+_SHARED = (np.ndarray, *_DATA)
 
 
-def _own_but_parameters(t: Tensor) -> Tensor:
-    return t if isinstance(t, nn.Parameter) else t.detach().clone()
+def _clone(t: Tensor) -> Tensor:
+    own = t.detach().clone()
+    return nn.Parameter(own, t.requires_grad) if isinstance(t, nn.Parameter) else own
 
 
-def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] = _own_but_parameters) -> Any:
-    """A copy of a module, and of all objects and containers that are reached from it; parameters and data are shared.
+def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """A copy of a module, and of all objects and containers that are reached from it; its parameters and data are
+    shared.
 
     Its Trainer is a `FrozenTrainer`. An attribute that cannot be copied is shared.
 
     Args:
-        tensor: what takes a tensor's place in the copy; by default a clone of all but parameters.
+        tensor: what takes a tensor's place in the copy, whose arrays are then shared; None: a clone of all tensors and
+            arrays but the module's parameters.
     """
+    parameters = {id(p) for p in module.parameters()}
+    replace = tensor or (lambda t: t if id(t) in parameters else _clone(t))
     with ExitStack() as around:
         for kind in (Tensor, nn.Parameter):
-            around.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: tensor(t)))
+            around.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: replace(t)))
         copied: Any
         memo: dict[int, Any] = {}
         held = [value for layer in module.modules() for value in vars(layer).values()]
-        memo |= {id(value): value for value in held if isinstance(value, _SHARED)}
+        memo |= {id(value): value for value in held if isinstance(value, _SHARED if tensor else _DATA)}
         try:
             copied = copy.deepcopy(module, known := dict(memo))
         except Exception:
@@ -109,8 +115,14 @@ _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "to
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The names of attributes that differ: plain values by value, others by identity."""
-    return [name for name in {**before, **now} if not _equal(before.get(name, _missing), now.get(name, _missing))]
+    """The names of attributes that differ: plain values by value, others by identity; a container's number of entries
+    only where none of its entries does."""
+    names = [name for name in {**before, **now} if not _equal(before.get(name, _missing), now.get(name, _missing))]
+    return [name for name in names if not (name.endswith(".len") and _begins(name[:-3], names) > 1)]
+
+
+def _begins(beginning: str, names: list[str]) -> int:
+    return sum(name.startswith(beginning) for name in names)
 
 
 _missing = object()

@@ -1,7 +1,7 @@
 """Records processed one at a time: for a step that is no function of operators alone, and for users' local training.
 
-Each record has a fresh copy of the module, with clones of its buffers, so that what the step keeps is thrown away.
-Weights are shared, and compared by bits before each release.
+Each record has a fresh copy of the module and its tensors, so that what the step keeps is thrown away. The module's
+parameters are shared, and compared by bits before each release.
 
 User-level vectors by local training: v = θ_0 - θ_K, where θ_{k+1} = θ_k - η ∇ℓ(θ_k; batch k) on the user's examples.
 
@@ -34,7 +34,7 @@ from dpexp.privacy.gradients.chunk import (
     synthetic_options,
 )
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
-from dpexp.privacy.gradients.module_copy import copy_of
+from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import (
     NO_GRADIENT,
@@ -133,6 +133,7 @@ class OneAtATime:
     Attributes:
         synthetic: how synthetic records are drawn.
         seconds_of_record: as measured by `test`.
+        kept: attributes that the step sets on the record's copy of the module, as seen by `test`.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class OneAtATime:
         self._local, self._device = local, device
         self.synthetic = SyntheticRecords()
         self.seconds_of_record = 0.0
+        self.kept: list[str] = []
 
-    def gradients_of(self, chunk: Chunk, i: int) -> ChunkGradients:
-        """The vector of record i, and its loss."""
-        buffers = {id(b): b.detach().clone() for b in self._module.buffers()}
-        module = copy_of(self._module, lambda t: buffers.get(id(t), t))
+    def gradients_of(self, chunk: Chunk, i: int, module: nn.Module | None = None) -> ChunkGradients:
+        """The vector of record i, and its loss, by a new copy of the module or the one given."""
+        module = copy_of(self._module) if module is None else module
         with spectral_norms_fixed(module):
             if self._local:
                 found, loss = self._local.vector_of(module, chunk, i)
@@ -228,6 +229,10 @@ class OneAtATime:
         with own_state(self._device):
             try:
                 before, began = probe(), time.perf_counter()
+                own = copy_of(self._module)
+                held = attributes(own)
+                self.gradients_of(first, 0, own)
+                self.kept = changed(held, attributes(own))
             except RecordError as error:
                 raise ConfigError(str(error)) from error
             for other in others:
@@ -242,7 +247,7 @@ class OneAtATime:
             except Exception as error:
                 what = f"training_step fails after other records ({explain(error)})"
                 raise ConfigError(KEEPS_STATE.format(what=what)) from error
-            self.seconds_of_record = (time.perf_counter() - began) / (1 + len(others))
+            self.seconds_of_record = (time.perf_counter() - began) / (2 + len(others))
         self.refuse_changes(weights)
         if after != before:
             raise ConfigError(KEEPS_STATE.format(what="a record's loss or gradient differs after other records"))

@@ -71,6 +71,11 @@ class Step:
         return self.graphs.synthetic if self.mode == TRACED else self.alone.synthetic
 
     @property
+    def kept(self) -> list[str]:
+        """Attributes that the step sets, on a copy of the module."""
+        return self.graphs.kept if self.mode == TRACED else self.alone.kept
+
+    @property
     def is_random(self) -> bool:
         """Whether the step may draw random numbers."""
         return self.mode != TRACED or self.graphs.draws or self._warned
