@@ -16,10 +16,11 @@ divides sigma.
 
 *Floating point.* The bound holds as computed: norms are float64 and never below the true norm of what is added in
 float32 (proof: `dpexp.privacy.gradients.norms`), and S is reduced by the rounding of the multiplication by c
-(`MARGIN`). Not bounded: each addition of a record rounds the sum itself by up to one unit in its last place.
+(`MARGIN`). Not bounded: each addition rounds the sum itself by up to one unit in its last place; a record is added in
+as many steps as its gradient has terms.
 
 *Assumptions.* A record's vectors depend only on that record, the weights and fresh randomness: the step is traced for
-one record (`dpexp.privacy.gradients.one_record`), and its lifting over records is proved
+one record (`dpexp.privacy.gradients.one_record`), and its lifting over records is tested bit for bit
 (`dpexp.privacy.gradients.graph`); records that are not traced have a copy of the module each. The noise is
 Gaussian in float64 from a secret key stream, and is added once a round, after the sum query event is in the ledger.
 Sampling is the one that the accountant assumes.

@@ -1,7 +1,7 @@
 """One private round: sums clipped gradients over the chunks of a sample, then releases the sums with noise."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graphs import Graphs, size_of_samples, usual_rows
 from dpexp.privacy.gradients.one_at_a_time import LocalTrainer, OneAtATime
-from dpexp.privacy.gradients.step import TRACED, Step
+from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
@@ -26,6 +26,18 @@ from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.training_data import Memory
 
 _MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early
+
+
+class _Sums(dict[str, Tensor]):
+    """The sums of a round by name, which are zero at first."""
+
+    def __init__(self, zeros: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._zeros = zeros
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._zeros(name)
+        return self[name]
 
 
 class PrivateRound:
@@ -74,7 +86,7 @@ class PrivateRound:
         for name, parameter in self._parameters.items():
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
-        self._sums: dict[str, Tensor] = {}
+        self._sums = _Sums(self._zeros)
         joint = self._adaptive is not None and self._adaptive.joint
         self._clip = ClippedSums(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
@@ -130,7 +142,7 @@ class PrivateRound:
         self.current_plan = (
             self._adaptive.plan_of_round(self.plan.at_round(t)) if self._adaptive else self.plan.at_round(t)
         )
-        self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
+        self._sums = _Sums(self._zeros)
         self.observations = []
 
     def add_chunk(self, loss_of: LossOf, batch: Any, size: int) -> None:
@@ -192,8 +204,8 @@ class PrivateRound:
             ledger.query(group.query())
         ledger.commit()
         names = [name for _, _, name in by_parameter(self.current_plan.groups)]
-        released = {name: self._sums[name] if name in self._sums else self._zeros(name) for name in names}
-        self._sums = {}
+        released = {name: self._sums[name] for name in names}
+        self._sums = _Sums(self._zeros)
         self._processes.reduce_to_main(released)
         if self._processes.is_main:
             plan = self.current_plan

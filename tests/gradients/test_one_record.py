@@ -564,3 +564,18 @@ def test_processes_trace_the_same_graph():
     engine = engine_of(module)
     sums_of(engine, lambda x: module(x).square().sum(), torch.randn(12, 1, 8, 300))
     assert engine.mode == "traced" and str(engine.step.digest) == other.stdout.split()[-1]
+
+
+def test_a_shape_that_cannot_be_traced_may_come_first_in_a_round():
+    """It runs one record at a time, though the job is traced."""
+    module = nn.Linear(1, 1, bias=False).double()
+
+    def loss_of(one):
+        factor = 2 if one.shape[-1] == 3 and float(one.sum()) > 0 else 1
+        return (module.weight * one).sum() * factor
+
+    engine = engine_of(module, clip_norm=100.0)
+    sums_of(engine, loss_of, torch.ones(N, 4).double())
+    assert engine.mode == "traced"
+    (found,) = sums_of(engine, loss_of, torch.ones(N, 3).double(), t=1).values()
+    assert found.item() == pytest.approx(6 * N)

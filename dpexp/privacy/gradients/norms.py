@@ -4,9 +4,9 @@ Let u be the unit roundoff of a type (2^-24 in float32, 2^-53 in float64) and γ
 numbers are added, their sum is off by at most γ_k times the sum of their absolute values (Higham 2002, section 4.2), to
 first order in u. It follows:
 
-1. The norm of k numbers, by squaring, adding and taking the root, has a relative error of at most (k + 1)u/2. Vectors
+1. The norm of k numbers, by squaring, adding and taking the root, has a relative error of at most (k + 2)u/2. Vectors
    of few entries are added in float64, where that is negligible. Of longer ones, each RUN of entries is added in
-   float32 and the runs in float64, which leaves 8.5 u = 5e-7.
+   float32 and the runs in float64, which leaves 9 u = 5e-7.
 2. A square below the smallest normal number may underflow. Each entry's part in a norm is then off by up to that
    number's root: 2^-63 in float32, 2^-511 if squared in float64. This is added to the norm.
 3. A matrix product of k terms is off by at most γ_k times the product of the factors' absolute values. A vector that is
@@ -59,7 +59,7 @@ def norms(x: Tensor) -> Tensor:
         runs = torch.linalg.vector_norm(flat[:, :in_runs].unflatten(1, (-1, RUN)), dim=2)
         rest = torch.linalg.vector_norm(flat[:, in_runs:], dim=1)
         found = (torch.linalg.vector_norm(runs.double(), dim=1).square() + rest.double().square()).sqrt()
-        found, lost = found * (1 + (RUN + 1) / 2 * UNIT[dtype] + d * 2.0**-53), _UNDERFLOW[dtype]
+        found, lost = found * (1 + (RUN + 2) / 2 * UNIT[dtype] + d * 2.0**-53), _UNDERFLOW[dtype]
     found = found + d**0.5 * lost if lost else found
     return torch.where(found <= LARGEST[dtype], found, torch.inf)
 
