@@ -7,7 +7,7 @@ copy. The rounds run operators of this graph, and no Python of the user's.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -217,6 +218,7 @@ class _Tracing:
             parameter.grad = None  # of the last round
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
         self._record = [t.clone().requires_grad_(trained) for t, trained in some]
+        self._of_gpu = any(t.device.type != "cpu" for t in self._state)  # whose kernels of attention have no vmap rule
         with self._inputs.replaced(self._state):
             self._copy = copy_of(module, lambda t: fakes.get(id(t), t))
         self.found: list[nn.Module] = []
@@ -256,6 +258,7 @@ class _Tracing:
         with (
             self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_seeds(), torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
+            sdpa_kernel(SDPBackend.MATH) if self._of_gpu else nullcontext(),
         ):  # fmt: skip
             graph = proxy_tensor.make_fx(flat)(*self._state, *self._record)
         if mode.error is not None:
