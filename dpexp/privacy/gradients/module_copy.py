@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
@@ -27,6 +28,8 @@ _SHARED = (np.ndarray, *_DATA)
 
 
 def _clone(t: Tensor) -> Tensor:
+    if is_lazy(t):
+        return t
     own = t.detach().clone()
     return nn.Parameter(own, t.requires_grad) if isinstance(t, nn.Parameter) else own
 

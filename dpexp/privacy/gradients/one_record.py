@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from dpexp._torch_compat import (
@@ -65,7 +66,7 @@ class Inputs:
             for prefix, layer in module.named_modules(prefix=f"{type(module).__name__}" if k else ""):
                 for owner in own_tensors(layer):
                     for key, tensor in owner.items():
-                        if tensor is not None:
+                        if tensor is not None and not is_lazy(tensor):
                             places.setdefault(id(tensor), (owner, key, f"{prefix}.{key}" if prefix else key))
         self._places = [*places.values()]
         self._owners = [owner for module in modules for layer in module.modules() for owner in own_tensors(layer)]
