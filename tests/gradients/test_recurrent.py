@@ -198,10 +198,11 @@ def test_the_operators_promise_what_they_do():
     weight, projection = torch.randn(4 * H, 2), torch.randn(2, H)
     checks = ("test_schema", "test_faketensor")
     inputs = p, h, c, weight, projection, "lstm", True
-    torch.library.opcheck(torch.ops.dpexp.recurrence, inputs, test_utils=checks)
+    assert {*torch.library.opcheck(torch.ops.dpexp.recurrence, inputs, test_utils=checks).values()} == {"SUCCESS"}
     outputs, kept = torch.ops.dpexp.recurrence(*inputs)
     inputs = torch.randn_like(outputs), h, c, outputs, kept, h, c, weight, projection, "lstm", True
-    torch.library.opcheck(torch.ops.dpexp.recurrence_backward, inputs, test_utils=checks)
+    found = torch.library.opcheck(torch.ops.dpexp.recurrence_backward, inputs, test_utils=checks)
+    assert {*found.values()} == {"SUCCESS"}
 
 
 def test_a_second_derivative_is_refused():

@@ -72,7 +72,7 @@ class Graph:
 
 
 def trace(run: Callable[..., dict[str, Tensor]], inputs: Sequence[Tensor], of: Inputs, zeroing: bool) -> Graph:
-    """Traces `run(*inputs)`, a function of operators alone; the first inputs are the parameters and buffers `of`."""
+    """Traces `run(*inputs)`, which calls operators of PyTorch only; the first inputs are the tensors of `of`."""
     outputs: list[str] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
