@@ -134,7 +134,7 @@ def largest_share(records: int, compile: bool, names=tuple(RULES), seed=0, devic
             parts = [sums[name].square().sum() for v in group.vectors for name in v.parameters if name in sums]
             rule = names[int(group.vectors[0].parameters[0].split(".")[1])]
             most[rule] = max(most[rule], math.sqrt(math.fsum(map(float, parts))) / group.S)
-    assert any(graph.compiled for graph in engine.step.graphs._graphs.values()) == compile
+    assert any(one._compiled for one in engine.step._graphs.values()) == compile
     return most
 
 

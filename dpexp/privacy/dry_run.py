@@ -69,7 +69,7 @@ def dry_run(
             )
     if step.mode == TRACED:
         _measure_duration(step, chunk, module, device)
-    if constants := step.graphs.constants:
+    if constants := step.constants:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(constants[:4])}; they must be "
             "public, since values computed from records before training are not protected."
@@ -87,12 +87,11 @@ def _as_batch(chunk: Chunk) -> Any:
 def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
     """Measures the seconds of a round, and says how long the job takes."""
     assert step.synthetic is not None
-    job = step.graphs.compiling
     trained = [p for p in module.parameters() if p.requires_grad]
     sums = [(torch.zeros_like(p, memory_format=torch.contiguous_format, dtype=torch.float32), 0.0) for p in trained]
-    records = step.synthetic.records(chunk, max(2, round(job.sample_size)), 0)
+    records = step.synthetic.records(chunk, max(2, round(step.sample_size)), 0)
     key = KeyStream.known(0, "duration", 0)
-    private = step.graphs.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
+    private = step.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private
     compared, own = "", copy_of(module)
     with (
@@ -106,7 +105,7 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
         compared = f", {private / plain:.1f} times the gradients of a plain step"
     warnings.warn(
         f"the clipped gradients and noise of a round take about {1e3 * private:.3g} ms{compared}; for this job's "
-        f"{job.rounds} rounds, about {timedelta(seconds=round(private * job.rounds))} (h:mm:ss)."
+        f"{step.rounds} rounds, about {timedelta(seconds=round(private * step.rounds))} (h:mm:ss)."
     )
 
 

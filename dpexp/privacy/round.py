@@ -1,20 +1,17 @@
 """One private round: sums clipped gradients over the chunks of a sample, then releases the sums with noise."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpexp._torch_compat import has_gradient_hooks
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
-from dpexp.privacy.gradients.compiled import CompileDecision
-from dpexp.privacy.gradients.graphs import Graphs, size_of_samples, usual_rows
 from dpexp.privacy.gradients.one_at_a_time import LocalTrainer, OneAtATime
 from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.mechanism import add_noise, by_parameter
@@ -23,21 +20,10 @@ from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.groups import trainable
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import Values
+from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.training_data import Memory
 
 _MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early
-
-
-class _Sums(dict[str, Tensor]):
-    """The sums of a round by name, which are zero at first."""
-
-    def __init__(self, zeros: Callable[[str], Tensor]) -> None:
-        super().__init__()
-        self._zeros = zeros
-
-    def __missing__(self, name: str) -> Tensor:
-        self[name] = self._zeros(name)
-        return self[name]
 
 
 class PrivateRound:
@@ -76,7 +62,11 @@ class PrivateRound:
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
-        values = {v.parameters[0]: v.d - self._size_of(v.parameters[1:]) for v in vectors if v.is_value}
+        values = {
+            v.parameters[0]: v.d - sum(self._parameters[name].numel() for name in v.parameters[1:])
+            for v in vectors
+            if v.is_value
+        }
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._values = Values(values, next(iter(self._parameters.values()), torch.zeros(())))
         planned = {name for vector in vectors for name in vector.parameters} - set(values)
@@ -86,20 +76,16 @@ class PrivateRound:
         for name, parameter in self._parameters.items():
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
-        self._sums = _Sums(self._zeros)
+        self._sums: dict[str, Tensor] = {}
         joint = self._adaptive is not None and self._adaptive.joint
-        self._clip = ClippedSums(plan.groups, joint, self._values.dtype)
-        self._names = [name for _, _, name in by_parameter(plan.groups)]
-        graphs = Graphs(
-            module, self._parameters, self._values, self._clip,
-            lambda: {name: self._zeros(name) for name in self._names}, self._device,
-            usual_rows(plan.sampling, plan.n, max_records),
-            CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds), data_memory or Memory(),
-        )  # fmt: skip
+        self._clip = ClippedSums(plan.groups, joint, self._parameters, self._values)
         local = plan.privacy_unit.local_training
         training = LocalTrainer(module, self._parameters, self._values, local) if local else None
         alone = OneAtATime(module, self._parameters, self._values, training, self._device)
-        self.step = Step(module, graphs, alone, self._clip, training is not None, self._device)
+        self.step = Step(
+            module, alone, self._clip, self._device, usual_rows(plan.sampling, plan.n, max_records),
+            plan.sampling.q * plan.n, plan.rounds, compiled, data_memory or Memory(),
+        )  # fmt: skip
         self._succeeded = False
         self._contributed = False  # a record has, in any process
         self._failed = 0
@@ -122,7 +108,7 @@ class PrivateRound:
         """Begins round t: all sums are zero.
 
         Raises:
-            ConfigError: the module's trainable parameters are no longer those of the plan, or have hooks.
+            ConfigError: the module's trainable parameters are no longer those of the plan.
         """
         trained: dict[str, Tensor] = {**trainable(self._module)}
         changed = [
@@ -133,16 +119,10 @@ class PrivateRound:
                 f"model: {', '.join(sorted(changed))} became trainable, ceased to be, or was replaced during training, "
                 "but the plan was made before; train in two jobs, the second from the first one's weights."
             )
-        hooked = [name for name, p in self._parameters.items() if has_gradient_hooks(p)]
-        if hooked:
-            raise ConfigError(
-                f"model: {', '.join(hooked)} has gradient hooks, and no gradient of a batch is ever computed; change "
-                "the private gradient in on_before_optimizer_step instead."
-            )
         self.current_plan = (
             self._adaptive.plan_of_round(self.plan.at_round(t)) if self._adaptive else self.plan.at_round(t)
         )
-        self._sums = _Sums(self._zeros)
+        self._sums = {}
         self.observations = []
 
     def add_chunk(self, loss_of: LossOf, batch: Any, size: int) -> None:
@@ -203,34 +183,20 @@ class PrivateRound:
         for group in self.current_plan.groups:
             ledger.query(group.query())
         ledger.commit()
-        names = [name for _, _, name in by_parameter(self.current_plan.groups)]
-        released = {name: self._sums[name] for name in names}
-        self._sums = _Sums(self._zeros)
+        sums, self._sums = self._clip.zeros() | self._sums, {}
+        released = {name: sums[name] for _, _, name in by_parameter(self.current_plan.groups)}
         self._processes.reduce_to_main(released)
         if self._processes.is_main:
             plan = self.current_plan
             add_noise(plan.groups, released, self._correlated, plan.sampling.q * plan.n)
         else:
-            released = {name: self._zeros(name) for name in names}
+            released = {name: torch.zeros_like(total) for name, total in released.items()}
         self._processes.broadcast(released)
         return released
 
     def close(self) -> None:
         """Deletes the noise generators, with their key and unused random numbers."""
         del self._correlated
-
-    def _size_of(self, parameters: Iterable[str]) -> int:
-        return sum(self._parameters[name].numel() for name in parameters)
-
-    def _device_and_dtype(self, name: str) -> tuple[torch.device, torch.dtype]:
-        """Of the sum of a parameter's gradients, or of a metric."""
-        summand = self._parameters.get(name, self._values)
-        return summand.device, torch.promote_types(torch.float32, summand.dtype)
-
-    def _zeros(self, name: str) -> Tensor:
-        shape = self._parameters[name].shape if name in self._parameters else (self._values.sizes[name],)
-        device, dtype = self._device_and_dtype(name)
-        return torch.zeros(shape, dtype=dtype, device=device)
 
     def _note(self, found: dict[str, Tensor]) -> None:
         size = len(found["loss"])
@@ -246,3 +212,11 @@ class PrivateRound:
         if self.observe:
             norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
             self.observations.append({"loss": found["loss"], **norms})
+
+
+def usual_rows(policy: Policy, n: int, limit: int | None = None) -> int:
+    """Rows of a usual chunk: two standard deviations above a sample's mean size, within a limit."""
+    mean = policy.q * n
+    std = 0 if policy.name in ("fixed_size", "shuffle") else math.sqrt(mean * (1 - policy.q))
+    rows = max(1, math.ceil(mean + 2 * std - 1e-6))
+    return rows if limit is None else min(rows, limit)

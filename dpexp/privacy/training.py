@@ -267,8 +267,7 @@ class PrivateTraining:
             dry_run(step, self._rounds, loss_of, module, later, within)
         self._rounds.say_padding()
         self._after_dry_run(step.kept)
-        compiling = step.graphs.compiling
-        self.compile, self.compiling = compiling.decided, compiling.reason
+        self.compile, self.compiling = step.compiling.decided, step.compiling.reason
 
     def _process_sample(self, loss_of: LossOf, device: torch.device) -> int:
         """Adds this process's part of the sample; returns the sample's digest."""

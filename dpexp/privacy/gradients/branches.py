@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 
 import dpexp
 from dpexp._torch_compat import tree_leaves
@@ -76,28 +75,6 @@ def describe(value: Any) -> str:
         for leaf in tree_leaves(value)[:4]
     )
     return ", ".join(leaves) or "nothing"
-
-
-def failing_layer(module: nn.Module, run: Callable[[], Any]) -> str:
-    """The innermost layer in which `run` raises an error, and that layer's input, as the end of a sentence."""
-    names = {id(layer): name for name, layer in module.named_modules()}
-    entered: list[str] = []
-
-    def enter(layer: nn.Module, given: Any) -> None:
-        entered.append(f"; its layer {names.get(id(layer), '')} ({type(layer).__name__}) was given {describe(given)}")
-
-    def leave(layer: nn.Module, given: Any, output: Any) -> None:
-        entered.pop()
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-    try:
-        run()
-    except Exception:
-        pass  # reported by the caller
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return entered[-1] if entered else ""
 
 
 def explain(error: BaseException) -> str:

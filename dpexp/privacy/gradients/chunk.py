@@ -5,7 +5,7 @@ record; from private records they take shapes, types and structure alone.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +41,7 @@ class Chunk:
     def of(cls, loss_of: LossOf, batch: Any, size: int) -> "Chunk":
         """The chunk of a batch; raises ConfigError if it cannot be split into records."""
         leaves, structure = flattened(batch)
+        leaves = [_contiguous(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != size):
                 raise ConfigError(
@@ -70,8 +71,7 @@ class Chunk:
 
     def rows(self, index: Tensor) -> "Chunk":
         """Copies of the records with these indices."""
-        some = [with_layout_of(leaf.detach()[index], leaf).requires_grad_(leaf.requires_grad) for leaf in self.tensors]
-        return self.with_tensors(some)
+        return self.with_tensors([leaf.detach()[index].requires_grad_(leaf.requires_grad) for leaf in self.tensors])
 
     def split(self, size: int) -> "list[Chunk]":
         """Chunks of at most `size` records, which share memory with this one."""
@@ -97,20 +97,12 @@ class Chunk:
 
 def _signature(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return type(leaf), leaf.dtype, leaf.shape[1:], leaf.stride()[1:], leaf.requires_grad
+        return type(leaf), leaf.dtype, leaf.shape[1:], leaf.requires_grad
     return (type(leaf), repr(leaf)) if type(leaf) in PLAIN_TYPES else object()
 
 
-def with_layout_of(records: Tensor, like: Tensor) -> Tensor:
-    """Records [B, ...] with the strides of each record of another tensor, where that is possible."""
-    extent = sum((n - 1) * step for n, step in zip(like.shape[1:], like.stride()[1:], strict=True))
-    if records.stride()[1:] == like.stride()[1:] or extent >= like[:1].numel():  # records are interleaved in memory
-        return records
-    try:
-        strided = records.new_empty_strided(records.shape, (max(records[0].numel(), 1), *like.stride()[1:]))
-        return strided.copy_(records) if 0 not in strided.stride()[1:] else records
-    except RuntimeError:
-        return records
+def _contiguous(leaf: Tensor) -> Tensor:
+    return leaf if leaf.is_contiguous() else leaf.detach().contiguous().requires_grad_(leaf.requires_grad)
 
 
 def copied(leaf: Any) -> Any:
@@ -167,7 +159,7 @@ class SyntheticRecords:
             drawn = torch.zeros(shape)
         else:
             drawn = torch.randint(max(1, self.below), shape, generator=generator)
-        return with_layout_of(drawn.to(like.device, like.dtype), like).requires_grad_(like.requires_grad)
+        return drawn.to(like.device, like.dtype).requires_grad_(like.requires_grad)
 
 
 class NoLoss(ConfigError):
@@ -181,12 +173,29 @@ NO_LOSS = (
 )
 
 
-def synthetic_options(below: int, public: list[Any] | None) -> Iterator[SyntheticRecords]:
+def synthetic_options(below: int, public: list[Any] | None) -> list[SyntheticRecords]:
     """Ways to draw synthetic records, in order of preference."""
-    if public is not None:
-        yield from (SyntheticRecords(floats, below=below, public=public) for floats in ("normal", "same"))
     floats, integers = ("normal", "uniform", "ones"), ("random", "ones", "zeros")
-    yield from (SyntheticRecords(a, b, below) for b, a in itertools.product(integers, floats))
+    around = [SyntheticRecords(how, below=below, public=public) for how in ("normal", "same") if public is not None]
+    return around + [SyntheticRecords(a, b, below) for b, a in itertools.product(integers, floats)]
+
+
+def choose(options: Sequence[SyntheticRecords], is_finite: Callable[[SyntheticRecords], bool]) -> SyntheticRecords:
+    """The first of `options` whose records have finite losses and gradients.
+
+    Raises:
+        NoLoss: none has. ConfigError: from `is_finite`. The first other error, if every option raises one.
+    """
+    errors: list[Exception] = []
+    for synthetic in options:
+        try:
+            if is_finite(synthetic):
+                return synthetic
+        except ConfigError:
+            raise
+        except Exception as error:  # an operator refuses such records
+            errors.append(error)
+    raise errors[0] if len(errors) == len(options) else NoLoss(NO_LOSS)
 
 
 def public_leaves(public: Any, chunk: Chunk) -> list[Any] | None:

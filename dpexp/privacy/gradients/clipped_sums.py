@@ -8,11 +8,11 @@ from torch import Tensor
 from dpexp.privacy.gradients.compiled import computed_once
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.per_example import ChunkGradients
-from dpexp.privacy.mechanism import GroupMechanism, ScaledNorms
+from dpexp.privacy.mechanism import GroupMechanism, ScaledNorms, by_parameter
 from dpexp.privacy.plan.adaptive_clipping import indicator
 from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import Group
-from dpexp.privacy.private_metrics import UNCLIPPED, WEIGHT
+from dpexp.privacy.private_metrics import UNCLIPPED, WEIGHT, Values
 
 
 class ClippedSums:
@@ -21,13 +21,26 @@ class ClippedSums:
     Args:
         groups: of the plan; groups of values come after groups of gradients.
         joint: counts compare each vector's norm, for adaptive joint clipping; else each group's norm.
-        dtype: of counts.
+        parameters, values: those of the groups.
     """
 
-    def __init__(self, groups: Sequence[Group], joint: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, groups: Sequence[Group], joint: bool, parameters: Mapping[str, Tensor], values: Values
+    ) -> None:  # fmt: skip
         self._mechanisms = [GroupMechanism(group) for group in groups]
-        self._joint = joint
-        self._dtype = dtype
+        self._joint, self._dtype = joint, values.dtype
+        names = [name for _, _, name in by_parameter(groups)]
+        self._shapes = {
+            name: p.shape if (p := parameters.get(name)) is not None else (values.sizes[name],) for name in names
+        }
+        self._summands = {name: parameters.get(name, values) for name in names}
+
+    def zeros(self) -> dict[str, Tensor]:
+        """A sum of zeros, of at least float32, for each parameter and value."""
+        return {
+            name: torch.zeros(self._shapes[name], dtype=torch.promote_types(torch.float32, of.dtype), device=of.device)
+            for name, of in self._summands.items()
+        }
 
     def clip_norms(self, now: Sequence[Group], device: torch.device) -> Tensor:
         """S of each group in this round, and if `joint` then the scales of all vectors, in float64.
@@ -40,7 +53,7 @@ class ClippedSums:
         clip_norms += [alpha for group in groups for alpha in group.alphas] if self._joint else []
         return torch.tensor(clip_norms, dtype=torch.float64, device=device)
 
-    def __call__(
+    def add(
         self, gradients: ChunkGradients, clip_norms: Tensor, sums: Mapping[str, Tensor], counted: Tensor, zeroing: bool
     ) -> dict[str, Tensor]:
         """Adds the clipped gradients of a chunk to `sums`, in place.
@@ -52,28 +65,22 @@ class ClippedSums:
             counted: [B], which rows are records.
 
         Returns:
-            `norm:group` [B] for each group; `finite` [B], whether all of them are.
+            `loss` and `in_range` [B]; `norm:group` [B] for each group; `finite` [B], whether all of them are.
         """
         S, _ = self._split(clip_norms)
+        counted = counted & gradients.in_range
         for gradient in gradients.by_name.values():
             gradient.map_factors(computed_once)
         found, outputs = self._norms(gradients, clip_norms)
         outputs["finite"] = computed_once(outputs["finite"])
         if zeroing:
             counted = counted & outputs["finite"]
-            _zero(found, ~outputs["finite"])
-        self._add(found, S, sums, counted)
-        return outputs
-
-    def add(self, gradients: ChunkGradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same outside a graph, for all rows."""
-        S, _ = self._split(clip_norms)
-        found, outputs = self._norms(gradients, clip_norms)
-        counted = gradients.in_range & outputs["finite"]
-        if not bool(outputs["finite"].all()):
-            _zero(found, ~outputs["finite"])
-        self._add(found, S, sums, counted)
-        return outputs
+            for part in (part for norms in found if norms is not None for part in norms.parts):
+                part.gradient.mask_out(~outputs["finite"])
+        for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=True):
+            if norms is not None:
+                mechanism.add(norms, S_g, sums, counted)
+        return outputs | {"loss": gradients.losses, "in_range": gradients.in_range}
 
     def _norms(
         self, gradients: ChunkGradients, clip_norms: Tensor
@@ -94,13 +101,6 @@ class ClippedSums:
         for norms in outputs.values():
             together = together + norms
         return found, outputs | {"finite": together < torch.inf}
-
-    def _add(
-        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], sums: Mapping[str, Tensor], counted: Tensor
-    ) -> None:
-        for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=True):
-            if norms is not None:
-                mechanism.add(norms, S_g, sums, counted)
 
     def _split(self, clip_norms: Tensor) -> tuple[Sequence[Tensor], list[Sequence[Tensor] | None]]:
         """S of each group, and the scales of its vectors; None: those of the plan."""
@@ -135,9 +135,3 @@ def record_weights(gradients: ChunkGradients) -> Tensor | None:
     """[B] in float64: the records' weights, clamped to [0, 1], NaN as 0; None: records have no weights."""
     weights = gradients.by_name.pop(WEIGHT, None)
     return None if weights is None else weights.materialize()[:, 0].double().nan_to_num(0.0).clamp(0, 1)
-
-
-def _zero(found: Sequence[ScaledNorms | None], rows: Tensor) -> None:
-    for one in found:
-        for part in one.parts if one is not None else ():
-            part.gradient.mask_out(rows)

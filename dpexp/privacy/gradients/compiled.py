@@ -11,14 +11,12 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from statistics import NormalDist, fmean
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
-from torch.utils.flop_counter import FlopCounterMode
 
 from dpexp._torch_compat import compile_graph, no_torch_functions
 
@@ -147,57 +145,35 @@ _NOT_ROW_BY_ROW = {
 }  # fmt: skip
 _MIN_GAIN = 3  # times the duration of compiling
 _MAX_SAVING = 0.5  # of a round's duration, as estimated beforehand
-_FIXED_FLOPS, _FLOPS_PER_PARAMETER = 1e7, 200  # of a chunk in addition to its rows
-_MAX_CHUNKS = 8  # of a sample
 
 
 class CompileDecision:
-    """Decides whether a job's graph is compiled, and for how many rows.
+    """Decides whether a job's graph is compiled.
 
     Args:
         wanted: None: compile if the rounds to come are expected to save three times the duration of compiling.
-        mean, std: of a sample's size.
-        rounds: of the job, an attribute.
+        chunks: of a round, on average.
 
     Attributes:
         decided: the decision; None: not yet. A resumed job has that of its checkpoint.
         reason: a line that says why.
     """
 
-    def __init__(self, wanted: bool | None, mean: float, std: float, rounds: int) -> None:
+    def __init__(self, wanted: bool | None, chunks: float, rounds: int) -> None:
         self.decided = wanted
         self.reason = ""
-        self.rounds = rounds
+        self._chunks, self._rounds = chunks, rounds
         self._began, self._limit = 0.0, math.inf  # of compiling, in seconds
-        self._sizes = [max(1.0, mean + std * z) for z in NormalDist().quantiles(100)] if std else [mean]
-
-    def rows(self, usual: int, flops: float, parameters: int) -> int:
-        """The rows of a chunk for which a sample takes the fewest operations, padding included; `flops`: of a usual
-        chunk."""
-        fixed = _FIXED_FLOPS + _FLOPS_PER_PARAMETER * parameters
-        candidates = {max(2, math.ceil(usual / k)) for k in range(1, _MAX_CHUNKS + 1)}
-        return min(
-            sorted(candidates, reverse=True), key=lambda rows: self.chunks(rows) * (rows * flops / usual + fixed)
-        )
-
-    @property
-    def sample_size(self) -> float:
-        """Records of a sample, on average."""
-        return fmean(self._sizes)
-
-    def chunks(self, rows: int) -> float:
-        """The mean number of chunks in a sample."""
-        return fmean(math.ceil(size / rows) for size in self._sizes)
 
     def worth_trying(self, seconds: float, nodes: int) -> bool:
-        """Whether compiling may save time, given the seconds of a round and the number of operators."""
-        estimate, limit = 5 + nodes / 50, self.rounds * seconds * _MAX_SAVING / _MIN_GAIN
+        """Whether compiling may save time, given the seconds of a chunk and the number of operators."""
+        estimate, limit = 5 + nodes / 50, self._rounds * self._chunks * seconds * _MAX_SAVING / _MIN_GAIN
         self._began, self._limit = time.perf_counter(), math.inf if self.decided else limit
         if self.decided is None and limit < estimate:
             self.decided = False
             self.reason = (
-                f"not compiled, since {self.rounds} rounds of {_ms(seconds)} would not save {_MIN_GAIN} times the "
-                f"{estimate:.0f} s that compiling may take; trainer.compile=true compiles in any case"
+                f"not compiled, since {self._rounds} rounds of {self._ms(seconds)} would not save {_MIN_GAIN} times "
+                f"the {estimate:.0f} s that compiling may take; trainer.compile=true compiles in any case"
             )
         return self.decided is not False
 
@@ -210,24 +186,20 @@ class CompileDecision:
             )
         warnings.warn(f"compiling the step: {done} of {stages} stages after {elapsed:.0f} s.")
 
-    def compare(self, rows: int, before: float, after: float, duration: float) -> bool:
-        """Whether the compiled graph is used, given the seconds of a round before and after, and of compiling."""
-        times = (
-            f"a round takes {_ms(after)} instead of {_ms(before)} in chunks of {rows} records; compiling took "
-            f"{duration:.0f} s"
-        )
+    def compare(self, before: float, after: float, duration: float) -> bool:
+        """Whether the compiled graph is used, given the seconds of a chunk before and after, and of compiling."""
+        times = f"a round takes {self._ms(after)} instead of {self._ms(before)}; compiling took {duration:.0f} s"
         if self.decided is None:
             self.decided = after < before
         self.reason = f"compiled: {times}" if self.decided else f"not compiled, since {times}"
         return self.decided
 
+    def _ms(self, seconds: float) -> str:
+        return f"{1000 * self._chunks * seconds:.3g} ms"
+
     def failed(self, why: str) -> None:
         """Decides against compiling, which failed."""
         self.decided, self.reason = False, f"not compiled: {why.rstrip('.')}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -244,10 +216,3 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
         run()
         times.append(now() - began)
     return min(times)
-
-
-def flops_of(run: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products and convolutions."""
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return counter.get_total_flops()

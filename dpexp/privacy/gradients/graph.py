@@ -32,14 +32,14 @@ class Graph:
 
     Attributes:
         outputs: the names of its results, in order.
-        state: the parameters and buffers that are its first inputs.
+        num_state: number of the parameters and buffers that are its first inputs.
         zeroing: gradients of rows that are not finite are set to zero.
         compiled: runs instead, for inputs whose memory layout fits.
     """
 
     run: fx.GraphModule
     outputs: list[str]
-    state: Inputs
+    num_state: int
     zeroing: bool = False
     compiled: Compiled | None = None
 
@@ -68,15 +68,17 @@ class Graph:
 
     def compile(self, inputs: Sequence[Tensor], device: torch.device, *progress: Progress) -> "Graph":
         with torch.no_grad(), full_precision(device):
-            return replace(self, compiled=Compiled(self.run, inputs, len(self.state.names()), *progress))
+            return replace(self, compiled=Compiled(self.run, inputs, self.num_state, *progress))
 
 
-def trace(run: Callable[..., dict[str, Tensor]], inputs: Sequence[Tensor], of: Inputs, zeroing: bool) -> Graph:
-    """Traces `run(*inputs)`, which calls operators of PyTorch only; the first inputs are the tensors of `of`."""
+def trace(
+    run: Callable[[list[Tensor]], dict[str, Tensor]], inputs: Sequence[Tensor], num_state: int, zeroing: bool
+) -> Graph:
+    """Traces `run(inputs)`, which calls operators of PyTorch only."""
     outputs: list[str] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
-        found = run(*tensors)
+        found = run([*tensors])
         outputs[:] = found
         return [*found.values()]
 
@@ -91,7 +93,7 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Sequence[Tensor], of: I
             if same is not node:
                 node.replace_all_uses_with(same)
     graph.graph.eliminate_dead_code()
-    return Graph(graph, outputs, of, zeroing)
+    return Graph(graph, outputs, num_state, zeroing)
 
 
 def _differ(some: Tensor, other: Tensor) -> bool:
@@ -112,8 +114,9 @@ class Template:
     multiples: list[list[int]]
 
     @staticmethod
-    def of(graph: Graph, rows: int, other: Graph, others: int) -> "Template | None":
-        """From two graphs of `rows` and `others` rows; None: they differ in other ways, too."""
+    def of(one: tuple[Graph, int], another: tuple[Graph, int]) -> "Template | None":
+        """From two graphs and their numbers of rows; None: they differ in other ways, too."""
+        (graph, rows), (other, others) = one, another
         some, more = ([*one.run.graph.nodes] for one in (graph, other))
         if len(some) != len(more):
             return None
@@ -277,7 +280,7 @@ def compile_and_compare(
         inputs: of the graph; the last ones are records.
         of: the parameters and buffers, which are the first ones.
     """
-    k = len(of.names())
+    k = graph.num_state
     _check_refuses_none(graph, inputs[: k + 2], inputs[k + 2 :], device)
     state = random_state(device)
     fast = graph.compile(inputs, device, progress)

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from dpexp._torch_compat import parameters_replaced, tree_unflatten
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.gradients.branches import describe, explain, failing_layer
+from dpexp.privacy.gradients.branches import describe, explain
 from dpexp.privacy.gradients.chunk import (
-    NO_LOSS,
     Chunk,
     NoLoss,
     SyntheticRecords,
+    choose,
     copied,
     public_leaves,
     synthetic_options,
@@ -131,6 +131,7 @@ class OneAtATime:
         local: local training of users; None: a record's vector is its gradient.
 
     Attributes:
+        parameters, values: whose gradients and numbers are released.
         synthetic: how synthetic records are drawn.
         seconds_of_record: as measured by `test`.
         kept: attributes that the step sets on the record's copy of the module, as seen by `test`.
@@ -140,8 +141,9 @@ class OneAtATime:
         self, module: nn.Module, parameters: dict[str, Tensor], values: Values, local: LocalTrainer | None,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._module, self._parameters, self._values = module, parameters, values
+        self._module, self.parameters, self.values = module, parameters, values
         self._local, self._device = local, device
+        self.trains_users = local is not None
         self.synthetic = SyntheticRecords()
         self.seconds_of_record = 0.0
         self.kept: list[str] = []
@@ -154,7 +156,7 @@ class OneAtATime:
                 found, loss = self._local.vector_of(module, chunk, i)
             else:
                 found, loss = gradients_of_one_record(
-                    chunk.loss_of, module, chunk.batch_of(i), self._parameters, self._values
+                    chunk.loss_of, module, chunk.batch_of(i), self.parameters, self.values
                 )
         dense: dict[str, LayerGradient] = {
             n: DenseGradient(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()
@@ -176,40 +178,30 @@ class OneAtATime:
         """Chooses synthetic records with finite losses and gradients; raises ConfigError if there are none, or if the
         step changes a weight."""
         weights = self.weights()
-        with own_state(self._device):
-            options = synthetic_options(2, public_leaves(public, chunk))
-            error, failed = None, True
-            for self.synthetic in options:
-                try:
-                    one = self.gradients_of(self.synthetic.records(chunk, 1, 0), 0)
-                except ConfigError:
-                    raise
-                except Exception as caught:
-                    error = error or caught
-                    continue
-                self.refuse_changes(weights)
-                failed = False
-                gradients = [gradient for name, gradient in one.by_name.items() if name in self._parameters]
-                if not gradients:
-                    raise ConfigError(NO_GRADIENT)
-                if all(bool(t.isfinite().all()) for t in (one.losses, *(g.materialize() for g in gradients))):
-                    return
-        self.synthetic = SyntheticRecords()
-        if self._local:
-            return
-        raise NoLoss(NO_LOSS if not failed else self._failure_message(chunk, error, public)) from error
 
-    def _failure_message(self, chunk: Chunk, error: Exception | None, public: list | None) -> str:
-        """Says how all synthetic records fail, and in which layer."""
-        one = SyntheticRecords().records(chunk, 1, 0)
-        layer = failing_layer(self._module, lambda: chunk.loss_of(self._module, one.batch_of(0)))
-        records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
-        remedy = "" if public is not None else " Or give a validation set, whose first record is tried."
-        assert error is not None
-        return (
-            f"model: training_step fails for every synthetic record; the data's are {describe(records)}{layer}: "
-            f"{explain(error)}{remedy}"
-        )
+        def is_finite(synthetic: SyntheticRecords) -> bool:
+            one = self.gradients_of(synthetic.records(chunk, 1, 0), 0)
+            self.refuse_changes(weights)
+            gradients = [gradient for name, gradient in one.by_name.items() if name in self.parameters]
+            if not gradients:
+                raise ConfigError(NO_GRADIENT)
+            return all(bool(t.isfinite().all()) for t in (one.losses, *(g.materialize() for g in gradients)))
+
+        self.synthetic = SyntheticRecords()
+        try:
+            with own_state(self._device):
+                self.synthetic = choose(synthetic_options(2, public_leaves(public, chunk)), is_finite)
+        except ConfigError as error:
+            if not (self.trains_users and isinstance(error, NoLoss)):
+                raise
+        except Exception as error:
+            if not self.trains_users:
+                records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
+                remedy = "" if public is not None else " Or give a validation set, whose first record is tried."
+                raise NoLoss(
+                    f"model: training_step fails for every synthetic record; the data's are {describe(records)}: "
+                    f"{explain(error)}{remedy}"
+                ) from error
 
     def test(self, chunks: Sequence[Chunk]) -> None:
         """Raises ConfigError unless a synthetic record has the same gradients before and after others.

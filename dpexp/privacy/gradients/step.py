@@ -1,7 +1,7 @@
 """Decides how a job's records are processed: by a traced graph, or one at a time."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -11,51 +11,76 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.branches import explain
+from dpexp.privacy.gradients.branches import describe, explain
 from dpexp.privacy.gradients.chunk import Chunk, LossOf, SyntheticRecords
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
+from dpexp.privacy.gradients.compiled import CompileDecision
+from dpexp.privacy.gradients.graph import add_sums
 from dpexp.privacy.gradients.graphs import Graphs
 from dpexp.privacy.gradients.module_copy import attributes, changed
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_at_a_time import OneAtATime
-from dpexp.privacy.gradients.one_record import difference
+from dpexp.privacy.gradients.one_record import OneRecord, difference, trace_one
 from dpexp.privacy.gradients.operators import NotTraceable
-from dpexp.privacy.gradients.per_example import ChunkGradients
+from dpexp.privacy.gradients.per_example import NO_GRADIENT
 from dpexp.privacy.noise.randomness import own_state
+from dpexp.privacy.sampling.training_data import Memory
 from dpexp.privacy.state_checks import digest_as_integer
 
 TRACED, LOOP = "traced", "one at a time"
 _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
 _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
+_SHAPES_TRACED = 17  # from which on a warning is given
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
 _COMPARED_ROUNDS = 4  # first rounds before which attributes are compared, those that begin epochs not counted
 _MAX_CHANGES = 2  # with more between epochs, the step is no longer traced
 
 Settings = Callable[[], AbstractContextManager]
+Found = Iterator[dict[str, Tensor] | Exception]
+
+STEP_CHANGED = (
+    "model: training_step has changed since it was last traced (a new trace of it differs), by something other than a "
+    "plain attribute of a module, so records of a new shape would be processed by another step than the others; keep "
+    "what hooks change in buffers, or in attributes that change between epochs."
+)
 
 
 class Step:
     """The training step of a job, applied to records.
 
+    Args:
+        alone: processes the records of a step that is not traced, and has the parameters and values.
+        clip: clips and sums gradients.
+        usual: rows of a usual chunk.
+        sample_size: of a round, on average.
+        rounds: of the job.
+        compile: compile the graph of usual records; None: where that saves time.
+        data: the training set's memory, which no graph may hold.
+
     Attributes:
-        graphs: of a traced step.
-        alone: processes the records of a step that is not traced.
         mode: `TRACED` or `LOOP`, decided once before the first record; None: not yet.
         reason: why the job is not traced.
         public: a batch of one public record, on which the step is tried; None: there is none.
         seconds_of_round: estimated in the dry run; 0: unknown.
+        compiling: whether the graph of usual records is compiled.
+        constants: shapes of tensors that the step reads and that are neither parameters nor buffers.
     """
 
     def __init__(
-        self, module: nn.Module, graphs: Graphs, alone: OneAtATime, clip: ClippedSums, trains_users: bool,
-        device: torch.device,
+        self, module: nn.Module, alone: OneAtATime, clip: ClippedSums, device: torch.device, usual: int,
+        sample_size: float, rounds: int, compile: bool | None, data: Memory,
     ) -> None:  # fmt: skip
-        self._module, self.graphs, self.alone, self._clip = module, graphs, alone, clip
-        self._trains_users, self._device = trains_users, device
+        self._module, self.alone, self._clip, self._device = module, alone, clip, device
+        self._usual, self._data = usual, data
+        self.sample_size, self.rounds = sample_size, rounds
+        self.compiling = CompileDecision(compile, max(1.0, sample_size / usual), rounds)
         self.mode: str | None = None
         self.reason = ""
         self.public: Any = None
         self.seconds_of_round = 0.0
+        self.constants: list[str] = []
+        self._graphs: dict[Hashable, Graphs] = {}  # by shape of records, the usual shape first
+        self._refused: dict[Hashable, str] = {}  # why records of a shape are not traced
         self._calls = self._changes = 0
         self._by_epoch = False  # the step reads the number of the epoch
         self._warned = False
@@ -63,22 +88,30 @@ class Step:
     @property
     def digest(self) -> int:
         """A digest of the mode and graphs, which all processes must have in common."""
-        return digest_as_integer(f"{self.mode} {self.graphs.digest()}".encode())
+        return digest_as_integer(
+            " ".join([str(self.mode), *sorted(g.one.text for g in self._graphs.values())]).encode()
+        )
 
     @property
     def synthetic(self) -> SyntheticRecords:
         """How synthetic records are drawn."""
-        return self.graphs.synthetic if self.mode == TRACED else self.alone.synthetic
+        return self._usual_shape.synthetic if self.mode == TRACED else self.alone.synthetic
 
     @property
     def kept(self) -> list[str]:
         """Attributes that the step sets, on a copy of the module."""
-        return self.graphs.kept if self.mode == TRACED else self.alone.kept
+        return self._usual_shape.one.kept if self.mode == TRACED else self.alone.kept
 
     @property
     def is_random(self) -> bool:
         """Whether the step may draw random numbers."""
-        return self.mode != TRACED or self.graphs.draws or self._warned
+        return self.mode != TRACED or self._warned or any(graphs.one.draws for graphs in self._graphs.values())
+
+    @property
+    def _usual_shape(self) -> Graphs:
+        return next(iter(self._graphs.values()))
+
+    # ---- before the rounds, and where the step has changed -----------------------------------------------------------
 
     def decide(
         self, chunk: Chunk, later: Settings = nullcontext, within: Settings = nullcontext, others: Sequence[Chunk] = ()
@@ -95,16 +128,18 @@ class Step:
             ConfigError: the step fails, keeps state of records, or changes a weight.
         """
         shapes = 1 + len(others)
-        if self._trains_users:
+        if self.alone.trains_users:
             self.mode = LOOP
         elif shapes > _MANY_SHAPES:
             self.mode, self.reason = LOOP, f"the data's records have too many shapes to trace each. {_PAD}"
         else:
-            self._try(lambda: self._trace(chunk, later, within))
-        if self.mode == LOOP:
-            self.alone.choose_synthetic(chunk, self.public)
-            self.alone.test([chunk, *others])
-        self._warn_if_slow(shapes)
+            self._try(lambda: self._trace_first(chunk, later, within))
+            if self.mode == TRACED and shapes > _SOME_SHAPES:
+                warnings.warn(
+                    f"data: 16 records have {shapes} shapes. Only those of one shape are processed together, and the "
+                    f"step is traced for each, which is slow. {_PAD}"
+                )
+        self._test_alone([chunk, *others])
 
     def _try(self, trace: Callable[[], None]) -> None:
         """Decides for `TRACED` if that succeeds."""
@@ -116,18 +151,39 @@ class Step:
         except Exception as error:
             self.mode, self.reason = LOOP, explain(error)
 
-    def _trace(self, chunk: Chunk, later: Settings, within: Settings) -> None:
-        first = self.graphs.trace(chunk)
+    def _trace(self, chunk: Chunk) -> OneRecord:
+        """A new trace of the step, for a record of a chunk's shapes and types."""
+        other = next((leaf for leaf in chunk.leaves if not isinstance(leaf, Tensor | bool | None)), None)
+        if other is not None:
+            raise NotTraceable(f"a batch holds a {type(other).__name__} besides tensors; leave out what is not used")
+        with own_state(self._device):
+            one = trace_one(chunk.loss_of, self._module, self.alone.parameters, chunk, self.alone.values)
+        self._data.refuse(one.constants.items())
+        return one
+
+    def _trace_first(self, chunk: Chunk, later: Settings, within: Settings) -> None:
+        first = self._trace(chunk)
         with later():
-            what = difference(first, self.graphs.trace(chunk))
+            what = difference(first, self._trace(chunk))
         if what is not None:
-            if difference(first, self.graphs.trace(chunk)) is not None:
+            if difference(first, self._trace(chunk)) is not None:
                 raise NotTraceable(f"the step is not the same each time it runs ({what})")
             with within():
-                if difference(first, self.graphs.trace(chunk)) is not None:
+                if difference(first, self._trace(chunk)) is not None:
                     raise NotTraceable(f"it reads a number that changes within an epoch ({what}); keep it in a buffer")
             self._by_epoch = True
-        self.graphs.use(first, chunk, self.public)
+        self._use(first, chunk)
+
+    def _use(self, one: OneRecord, chunk: Chunk) -> None:
+        """Processes records of the usual shape as `one` says, from now on; all other graphs are dropped."""
+        if not any(name in self.alone.parameters for name in one.used):
+            raise ConfigError(NO_GRADIENT)
+        graphs = Graphs(one, chunk, self._clip, self._usual, self._device, public=self.public)
+        self._graphs, self._refused = {chunk.key: graphs}, {}
+        constants = (t for name, t in one.constants.items() if name not in one.literals)
+        self.constants = [str(tuple(t.shape)) for t in constants if t.numel() > 1]
+        self._reference = graphs.synthetic.records(chunk, 1, 3)
+        self.seconds_of_round = graphs.compile(chunk, self.compiling) * self.sample_size / self._usual
 
     def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
         """Traces the step of a traced job again if a plain attribute has changed, or the epoch that it reads.
@@ -138,59 +194,86 @@ class Step:
         if self.mode != TRACED:
             return
         self._calls += not epoch_begins
-        due, graphs = epoch_begins or self._calls < _COMPARED_ROUNDS, self.graphs
-        hooked = due and changed(graphs.attributes, attributes(self._module))
-        if not (hooked or graphs.stale or (epoch_begins and self._by_epoch)):
-            return
-        chunk = replace(graphs.reference, loss_of=loss_of)
-        self._try(lambda: self._trace_changed(chunk, epoch_begins))
-        if self.mode != TRACED:
-            self.alone.choose_synthetic(chunk, self.public)
-            self.alone.test([chunk])
-            self._warn_if_slow()
+        due, usual = epoch_begins or self._calls < _COMPARED_ROUNDS, self._usual_shape.one
+        hooked = due and changed(usual.attributes, attributes(self._module))
+        stale = any(graphs.one.specs != graphs.one.inputs.specs() for graphs in self._graphs.values())
+        if hooked or stale or (epoch_begins and self._by_epoch):
+            chunk = replace(self._reference, loss_of=loss_of)
+            self._try(lambda: self._trace_changed(chunk, epoch_begins))
+            self._test_alone([chunk])
 
     def _trace_changed(self, chunk: Chunk, epoch_begins: bool) -> None:
-        new = self.graphs.changed(chunk)
-        if new is None:
+        new = self._trace(chunk)
+        if difference(self._usual_shape.one, new) is None:
+            self._usual_shape.one.attributes = new.attributes
             return
         self._changes += not epoch_begins
         if self._changes > _MAX_CHANGES:
             raise NotTraceable("hooks change an attribute that it reads in every round; keep it in a buffer")
-        self.graphs.use(new, chunk, self.public)
+        self._use(new, chunk)
 
-    def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Iterator[dict[str, Tensor] | Exception]:
+    def _graphs_of(self, chunk: Chunk) -> Graphs:
+        """The graphs of a chunk's shape, which is traced when it first occurs, since private records have it.
+
+        How a record is processed would depend on which shapes other records have, if the step had changed since it was
+        traced for them: the usual shape is traced again.
+
+        Raises:
+            NotTraceable: records of this shape cannot be traced. ConfigError: the step has changed.
+        """
+        key = chunk.key
+        if key in self._graphs:
+            return self._graphs[key]
+        if key not in self._refused:
+            usual = self._usual_shape
+            try:
+                one = self._trace(chunk)
+                self._graphs[key] = Graphs(one, chunk, self._clip, self._usual, self._device, usual.synthetic)
+            except _NOT_A_RECORDS_FAULT:
+                raise
+            except Exception as error:
+                shapes = describe([tensor[0] for tensor in chunk.tensors])
+                self._refused[key] = f"training_step cannot be traced for records of {shapes}: {explain(error)}"
+            finally:
+                if difference(usual.one, self._trace(replace(self._reference, loss_of=chunk.loss_of))) is not None:
+                    raise ConfigError(STEP_CHANGED)
+        if key in self._refused:
+            raise NotTraceable(self._refused[key])
+        if len(self._graphs) == _SHAPES_TRACED:
+            warnings.warn(
+                f"data: records have {_SHAPES_TRACED} shapes so far, and the step is traced for each, which takes as "
+                "long as many rounds; pad records to a few shapes."
+            )
+        return self._graphs[key]
+
+    def _test_alone(self, chunks: Sequence[Chunk]) -> None:
+        """Tests a step that is not traced, and says how long it takes."""
+        if self.mode != LOOP:
+            return
+        self.alone.choose_synthetic(chunks[0], self.public)
+        self.alone.test(chunks)
+        if not self.alone.trains_users:
+            self.seconds_of_round = self.alone.seconds_of_record * self.sample_size
+            total = timedelta(seconds=round(self.seconds_of_round * self.rounds))
+            rate = 1 / max(self.alone.seconds_of_record, 1e-6)
+            warnings.warn(
+                f"this model's records are processed one at a time, which is slow: about {rate:.0f} records a second, "
+                f"and about {total} (h:mm:ss) for this job: {self.reason}"
+            )
+
+    # ---- in the rounds -----------------------------------------------------------------------------------------------
+
+    def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Found:
         """Adds the clipped vectors of a chunk's records to `sums`; `clip_norms`: see `ClippedSums.clip_norms`.
 
         Yields losses, norms and flags of some of the records in order, or the error of a record without a loss. Raises
         ConfigError if the step keeps state, or has changed unseen.
         """
-        if self.mode == TRACED:
-            yield from self._add_by_graph(chunk, clip_norms, sums)
-        else:
+        if self.mode != TRACED:
             yield from self._add_each(chunk, clip_norms, sums)
-
-    def _add_each(
-        self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
-    ) -> Iterator[dict[str, Tensor] | Exception]:
-        weights = self.alone.weights()
-        for i in range(chunk.size):
-            try:
-                one = self.alone.gradients_of(chunk, i)
-            except _NOT_A_RECORDS_FAULT:
-                raise
-            except Exception as error:
-                yield error
-            else:
-                yield self._clipped(one, clip_norms, sums)
-        self.alone.refuse_changes(weights)
-
-    def _add_by_graph(
-        self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
-    ) -> Iterator[dict[str, Tensor] | Exception]:
+            return
         try:
-            yield self.graphs.add(chunk, clip_norms, sums)
-        except _NOT_A_RECORDS_FAULT:
-            raise
+            graphs = self._graphs_of(chunk)
         except NotTraceable as reason:
             # The shapes of other records, which decide the mode, must not decide what a record contributes.
             if not self._warned:
@@ -199,31 +282,34 @@ class Step:
             with own_state(self._device):
                 each = [*self._add_each(chunk, clip_norms, sums)]
             yield from each
-        except Exception as error:
-            if chunk.size == 1:
-                yield error
-                return
-            for i in range(chunk.size):
-                yield from self._add_by_graph(chunk.row(i), clip_norms, sums)
-
-    def _clipped(self, gradients: ChunkGradients, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        with torch.no_grad(), full_precision(self._device):
-            found = self._clip.add(gradients, clip_norms, sums)
-        return found | {"loss": gradients.losses, "in_range": gradients.in_range}
-
-    def _warn_if_slow(self, shapes: int = 1) -> None:
-        if self.mode == TRACED and shapes > _SOME_SHAPES:
-            warnings.warn(
-                f"data: 16 records have {shapes} shapes. Only those of one shape are processed together, and the step "
-                f"is traced for each, which is slow. {_PAD}"
-            )
-        if self.mode != LOOP or self._trains_users:
             return
-        job = self.graphs.compiling
-        self.seconds_of_round = self.alone.seconds_of_record * job.sample_size
-        total = timedelta(seconds=round(self.seconds_of_round * job.rounds))
-        rate = 1 / max(self.alone.seconds_of_record, 1e-6)
-        warnings.warn(
-            f"this model's records are processed one at a time, which is slow: about {rate:.0f} records a second, and "
-            f"about {total} (h:mm:ss) for this job: {self.reason}"
-        )
+        if graphs.max_rows is not None and chunk.size > graphs.max_rows:
+            parts = chunk.split(graphs.max_rows)
+        else:
+            try:
+                yield graphs.add(chunk, clip_norms, sums)
+                return
+            except _NOT_A_RECORDS_FAULT:
+                raise
+            except Exception as error:
+                if chunk.size == 1:
+                    yield error
+                    return
+            parts = [chunk.row(i) for i in range(chunk.size)]
+        for part in parts:
+            yield from self.add(part, clip_norms, sums)
+
+    def _add_each(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Found:
+        weights, own = self.alone.weights(), self._clip.zeros()
+        for i in range(chunk.size):
+            try:
+                one = self.alone.gradients_of(chunk, i)
+            except _NOT_A_RECORDS_FAULT:
+                raise
+            except Exception as error:
+                yield error
+                continue
+            with torch.no_grad(), full_precision(self._device):
+                yield self._clip.add(one, clip_norms, own, one.in_range, zeroing=True)
+        self.alone.refuse_changes(weights)
+        add_sums({f"sum:{name}": total for name, total in own.items()}, sums)
