@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpexp._lightning_compat import has_comm_hook, pl, start_method, syncs_batch_norm
-from dpexp._torch_compat import tree_leaves
+from dpexp._torch_compat import tree_leaves, without_process_group
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError, is_own
@@ -351,3 +351,23 @@ class SharedLedger:
 
 def ledger_of(processes: Processes, begin: Callable[[], LedgerWriter]) -> LedgerWriter | SharedLedger:
     return begin() if processes.is_single else SharedLedger(processes, begin)
+
+
+_EXCHANGES = (
+    "model: training_step exchanges something with other processes ({name}), which would mix their records with its "
+    "own; compute a record's loss from that record alone."
+)
+
+
+@contextmanager
+def collectives_refused() -> Iterator[None]:
+    """Hides other processes in the block; a collective, which would tell them of a record, raises a ConfigError."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+
+    def refuse() -> NoReturn:
+        raise ConfigError(_EXCHANGES.format(name="a collective"))
+
+    with without_process_group(refuse):
+        yield

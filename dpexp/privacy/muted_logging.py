@@ -1,20 +1,15 @@
-"""Mutes logging, defers signals and refuses collectives while training_step processes records."""
+"""Mutes logging while training_step processes records, and imitates other rounds."""
 
-import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
 from dpexp._lightning_compat import pl
-from dpexp._torch_compat import without_process_group
-from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.branches import HiddenNumber
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import release
@@ -88,41 +83,6 @@ def _muted(metric: Any, name: str, note: Callable[[], None], *args: Any, **kwarg
     return {key: HiddenNumber() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else HiddenNumber()
 
 
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-]
-
-
-@contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Defers Python's signal handlers to the end of the block.
-
-    A handler may save a checkpoint, or set `trainer.should_stop`, which would look like a change by the step. A second
-    Ctrl-C is not deferred and ends the step.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
-
-    def defer(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and number in received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    for number in deferred:
-        signal.signal(number, defer)
-    try:
-        yield
-    finally:
-        for number, handler in deferred.items():
-            signal.signal(number, handler)
-        for number in received:
-            deferred[number](number, None)  # type: ignore[operator]
-
-
 def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None:
     """Logs the last sample's size, mean loss, median norms and fractions clipped, all of them not private."""
     observed = engine.observations
@@ -189,23 +149,3 @@ def later_settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-EXCHANGES = (
-    "model: training_step exchanges something with other processes ({name}), which would mix their records with its "
-    "own; compute a record's loss from that record alone."
-)
-
-
-@contextmanager
-def collectives_refused() -> Iterator[None]:
-    """Hides other processes in the block; a collective, which would tell them of a record, raises a ConfigError."""
-    if not (dist.is_available() and dist.is_initialized()):
-        yield
-        return
-
-    def refuse() -> NoReturn:
-        raise ConfigError(EXCHANGES.format(name="a collective"))
-
-    with without_process_group(refuse):
-        yield

@@ -40,6 +40,7 @@ class PrivateRound:
         compiled: whether graphs are compiled; None: where that saves time.
 
     Attributes:
+        parameters: those that are trained, by name.
         step: the training step, with its execution mode.
     """
 
@@ -60,28 +61,29 @@ class PrivateRound:
         self._adaptive = adaptive_state or (AdaptiveState(plan.adaptive) if plan.adaptive else None)
         self._correlated = CorrelatedNoise(noise)
         self._module = module
-        self._parameters: dict[str, Tensor] = {**trainable(module)}
+        self.parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
         values = {
-            v.parameters[0]: v.d - sum(self._parameters[name].numel() for name in v.parameters[1:])
+            v.parameters[0]: v.d - sum(self.parameters[name].numel() for name in v.parameters[1:])
             for v in vectors
             if v.is_value
         }
-        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._values = Values(values, next(iter(self._parameters.values()), torch.zeros(())))
+        self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self._values = Values(values, next(iter(self.parameters.values()), torch.zeros(())))
         planned = {name for vector in vectors for name in vector.parameters} - set(values)
-        if planned != set(self._parameters):
-            odd = sorted(planned.symmetric_difference(self._parameters))
+        if planned != set(self.parameters):
+            odd = sorted(planned.symmetric_difference(self.parameters))
             raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
+        self._trained = {id(p) for p in self.parameters.values()}
         self._sums: dict[str, Tensor] = {}
         joint = self._adaptive is not None and self._adaptive.joint
-        self._clip = ClippedSums(plan.groups, joint, self._parameters, self._values)
+        self._clip = ClippedSums(plan.groups, joint, self.parameters, self._values)
         local = plan.privacy_unit.local_training
-        training = LocalTrainer(module, self._parameters, self._values, local) if local else None
-        alone = OneAtATime(module, self._parameters, self._values, training, self._device)
+        training = LocalTrainer(module, self.parameters, self._values, local) if local else None
+        alone = OneAtATime(module, self.parameters, self._values, training, self._device)
         self.step = Step(
             module, alone, self._clip, self._device, usual_rows(plan.sampling, plan.n, max_records),
             plan.sampling.q * plan.n, plan.rounds, compiled, data_memory or Memory(),
@@ -110,11 +112,10 @@ class PrivateRound:
         Raises:
             ConfigError: the module's trainable parameters are no longer those of the plan.
         """
-        trained: dict[str, Tensor] = {**trainable(self._module)}
-        changed = [
-            name for name in {**trained, **self._parameters} if trained.get(name) is not self._parameters.get(name)
-        ]
-        if changed:
+        trained = {id(p) for p in self._module.parameters() if p.requires_grad and p.numel()}
+        if trained != self._trained:
+            now = trainable(self._module)
+            changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
             raise ConfigError(
                 f"model: {', '.join(sorted(changed))} became trainable, ceased to be, or was replaced during training, "
                 "but the plan was made before; train in two jobs, the second from the first one's weights."
@@ -181,7 +182,7 @@ class PrivateRound:
 
         With several processes the main one adds the noise, to the sum over all of them."""
         for group in self.current_plan.groups:
-            ledger.query(group.query())
+            ledger.query(group.query)
         ledger.commit()
         sums, self._sums = self._clip.zeros() | self._sums, {}
         released = {name: sums[name] for _, _, name in by_parameter(self.current_plan.groups)}

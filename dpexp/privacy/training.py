@@ -15,12 +15,11 @@ from dpexp.accounting.coverage import check_covered, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, positive_integer
 from dpexp.privacy import refusals
-from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan, ledger_of
+from dpexp.privacy.distributed import Processes, SharedLedger, collectives_refused, digest_of_plan, ledger_of
 from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.gradients.per_example import loss_of_step
 from dpexp.privacy.gradients.step import Step
-from dpexp.privacy.muted_logging import collectives_refused, signals_deferred
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import (
@@ -32,7 +31,7 @@ from dpexp.privacy.normalization import (
 )
 from dpexp.privacy.physical_batch import first_batch
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
-from dpexp.privacy.plan.groups import parameters, value_key
+from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import prepare
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricEstimates
@@ -97,6 +96,7 @@ class PrivateTraining:
         self._until_closed = ExitStack()  # undoes replacements
         self._indicators = torch.zeros(0)  # released averages for adaptive clipping
         self._metrics: dict[str, float] = {}  # released in this round
+        self._has_metrics = any(group.is_metric for group in plan.groups)
         self._norm_layers: list[RunningNorm] = []
         self._spectral: list[Any] = []
         self._rounds_lost = 0  # rounds in the ledger that the resumed checkpoint does not contain
@@ -244,7 +244,7 @@ class PrivateTraining:
                     raise DryRunDone(engine.step)
                 step_digest = engine.step.digest
             else:
-                engine.step.trace_again(loss_of, self._rounds.sampler.place(self.rounds_done)[1] == 0)
+                engine.step.trace_again(loss_of, self._rounds.epoch_began == self.rounds_done)
             random = engine.step.is_random or not self._rounds.only_rows
             with own_randomness(device, self._rounds.randomness) if random else nullcontext():
                 sample_digest = self._process_sample(loss_of, device)
@@ -263,8 +263,7 @@ class PrivateTraining:
         refusals.refuse_hooks(module)
         sampler = self._rounds.sampler
         later, within = (self._in_round(t, sampler.place(t)) for t in (self.plan.rounds - 1, self.rounds_done + 1))
-        with signals_deferred():
-            dry_run(step, self._rounds, loss_of, module, later, within)
+        dry_run(step, self._rounds, loss_of, module, later, within)
         self._rounds.say_padding()
         self._after_dry_run(step.kept)
         self.compile, self.compiling = step.compiling.decided, step.compiling.reason
@@ -287,15 +286,15 @@ class PrivateTraining:
                 except Exception as error:
                     engine.skip(records.size, error)
                 else:
-                    with signals_deferred():
-                        engine.add_chunk(loss_of, records.batch, records.size)
+                    engine.add_chunk(loss_of, records.batch, records.size)
         return position.digest
 
     def _release(self, module: nn.Module) -> None:
         """Sets each parameter's gradient to the noisy average of the sample's clipped gradients."""
         assert self._ledger and self._engine
         released = self._engine.release(self._ledger)
-        self._metrics = self.estimates.add(self._engine.current_plan, self.rounds_done + 1, released)
+        if self._has_metrics:
+            self._metrics = self.estimates.add(self._engine.current_plan, self.rounds_done + 1, released)
         if self.adaptive_state:
             self._indicators = released[value_key(UNCLIPPED)]
         for layer in self._norm_layers:
@@ -303,7 +302,7 @@ class PrivateTraining:
                 layer.update(released[key])
         for parameter in module.parameters():
             parameter.grad = None
-        for name, parameter in parameters(module).items():
+        for name, parameter in self._engine.parameters.items():
             parameter.grad = released[name].to(parameter.dtype) if name in released else None
         self._released = True
 

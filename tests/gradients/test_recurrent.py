@@ -13,7 +13,6 @@ B, D, H = 5, 3, 4
 TOLERANCE = {torch.float64: {"rtol": 1e-10, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
 KINDS = {
     "lstm": (nn.LSTM, {}), "gru": (nn.GRU, {}), "tanh": (nn.RNN, {}), "relu": (nn.RNN, {"nonlinearity": "relu"}),
-    "projected": (nn.LSTM, {"proj_size": 2}),
 }  # fmt: skip
 OPTIONS = {
     "one layer": {},
@@ -108,7 +107,7 @@ def test_gradients_of_each_record_are_autograds(kind, options, T, dtype):
     shape = (1, T) if options.get("batch_first") else (T, 1)
     if T == 1:  # of which no gradient of the recurrent weight is left
         directions = module.layer.num_layers * (1 + module.layer.bidirectional)
-        sizes = (module.layer.proj_size or H, H) if kind in ("lstm", "projected") else (H,)
+        sizes = (H, H) if kind == "lstm" else (H,)
         states = [torch.randn(B, directions, 1, size, dtype=dtype) for size in sizes]
         module._forward = lambda m, x, *s: m.layer(x, s if len(s) == 2 else s[0])
         assert_equals_autograd(module, torch.randn(B, *shape, D, dtype=dtype), *states)
@@ -122,12 +121,6 @@ def tied():
     return Model(lambda m, x: m.second(m.first(x)[0]), first=first, second=second)
 
 
-def of_each_record(m, x, of="weight_h"):
-    """Weights differ between records, as under dropout of weights."""
-    own = {name: p * (1 + x.mean().sin()) for name, p in m.layer.named_parameters() if of in name}
-    return functional_call(m.layer, own, (x,))
-
-
 MODULES = {
     "tied": tied,
     "called twice": lambda: Model(lambda m, x: m.layer(m.layer(x)[0]), layer=nn.LSTM(D, D, bidirectional=False)),
@@ -135,11 +128,6 @@ MODULES = {
     "first state used": lambda: Model(lambda m, x: m.layer(x)[1], layer=nn.GRU(D, H, 2, bidirectional=True)),
     "without a batch": lambda: Model(lambda m, x: m.layer(x[:, 0]), layer=nn.LSTM(D, H, 2)),
     "two sequences a record": lambda: Model(lambda m, x: m.layer(torch.cat([x, x.cos()], 1)), layer=nn.GRU(D, H)),
-    "weights of each record": lambda: Model(of_each_record, layer=nn.LSTM(D, H, 2, bidirectional=True)),
-    "both weights of each record": lambda: Model(of_each_record, layer=nn.LSTM(D, H, proj_size=2)),
-    "projection of each record": lambda: Model(
-        lambda m, x: of_each_record(m, x, "weight_hr"), layer=nn.LSTM(D, H, proj_size=2)
-    ),
     "a trained first state": lambda: Model(
         lambda m, x: m.layer(x, m.start(torch.ones(1, 1, 1).to(x))), layer=nn.RNN(D, H), start=nn.Linear(1, H)
     ),
@@ -186,7 +174,7 @@ def test_the_lifted_graph_is_traced_again(kind):
 
 def test_the_lifted_graph_is_compiled():
     torch.manual_seed(0)
-    module, x = Model(layer=nn.LSTM(D, H, bidirectional=True, proj_size=2)), torch.randn(B, 6, 1, D)
+    module, x = Model(layer=nn.LSTM(D, H, bidirectional=True)), torch.randn(B, 6, 1, D)
     run, weights = lifted(module, x), weights_of(module)
     compiled = torch.compile(make_fx(run, tracing_mode="fake")(weights, x), fullgraph=True)
     assert_close(compiled(weights, x), run(weights, x))
@@ -194,13 +182,12 @@ def test_the_lifted_graph_is_compiled():
 
 def test_the_operators_promise_what_they_do():
     """Shapes, strides and dtypes of fake tensors; no output is an input."""
-    p, h, c = torch.randn(6, 2, 4 * H), torch.randn(2, 2), torch.randn(2, H)
-    weight, projection = torch.randn(4 * H, 2), torch.randn(2, H)
+    p, h, c, weight = torch.randn(6, 2, 4 * H), torch.randn(2, H), torch.randn(2, H), torch.randn(4 * H, H)
     checks = ("test_schema", "test_faketensor")
-    inputs = p, h, c, weight, projection, "lstm", True
+    inputs = p, h, c, weight, "lstm", True
     assert {*torch.library.opcheck(torch.ops.dpexp.recurrence, inputs, test_utils=checks).values()} == {"SUCCESS"}
     outputs, kept = torch.ops.dpexp.recurrence(*inputs)
-    inputs = torch.randn_like(outputs), h, c, outputs, kept, h, c, weight, projection, "lstm", True
+    inputs = torch.randn_like(outputs), h, c, outputs, kept, h, c, weight, "lstm", True
     found = torch.library.opcheck(torch.ops.dpexp.recurrence_backward, inputs, test_utils=checks)
     assert {*found.values()} == {"SUCCESS"}
 

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.distributed import Processes, digest_of_plan, digest_of_records
-from dpexp.privacy.muted_logging import collectives_refused
+from dpexp.privacy.distributed import Processes, collectives_refused, digest_of_plan, digest_of_records
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import Global

@@ -27,7 +27,7 @@ class DataDependent(RuntimeError):
 
 class HiddenNumber:
     """Placeholder for a number that depends on a record, computed from `tensor` (None: it was never computed, as a
-    metric's): it may be logged; every other use raises `DataDependent`."""
+    metric's): it may be logged, and numbers be computed from it; every other use raises `DataDependent`."""
 
     def __init__(self, tensor: Tensor | None = None) -> None:
         self.__dict__["tensor"] = tensor
@@ -43,13 +43,23 @@ def _refused(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_OPERATIONS = """
-bool int float index complex len iter getitem setitem contains hash str repr format array round trunc floor ceil
-lt le gt ge eq ne add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod
-neg pos abs matmul rmatmul and rand or ror xor rxor invert
+def _computed(name: str) -> Callable[..., "HiddenNumber"]:
+    def compute(self: HiddenNumber, *others: Any) -> HiddenNumber:
+        if any(isinstance(other, Tensor) for other in others):
+            raise DataDependent(f"{_DEPENDS_ON_DATA} ({name})")
+        return HiddenNumber()
+
+    return compute
+
+
+_READS = "bool int float index complex len iter getitem setitem contains hash str repr format array lt le gt ge eq ne"
+_ARITHMETIC = """
+round trunc floor ceil add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs
 """
-for _name in _OPERATIONS.split():
+for _name in _READS.split():
     setattr(HiddenNumber, f"__{_name}__", _refused(f"__{_name}__"))
+for _name in _ARITHMETIC.split():
+    setattr(HiddenNumber, f"__{_name}__", _computed(f"__{_name}__"))
 
 
 DATA_READS = {

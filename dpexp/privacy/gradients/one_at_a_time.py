@@ -40,10 +40,11 @@ from dpexp.privacy.gradients.per_example import (
     NO_GRADIENT,
     ONE_LOSS,
     ChunkGradients,
-    OutOfRangeRefused,
+    CtcTargetsChecked,
     backward,
     gradients_of_one_record,
-    no_seeds,
+    no_new_seed,
+    signals_deferred,
 )
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -78,7 +79,7 @@ class LocalTrainer:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
                 with parameters_replaced(self._module, weights), parameters_replaced(copy, weights):
-                    with no_seeds(), OutOfRangeRefused():
+                    with no_new_seed(), CtcTargetsChecked():
                         loss = chunk.loss_of(copy, batch)
                     if loss.dim():
                         raise RecordError(ONE_LOSS)
@@ -151,7 +152,7 @@ class OneAtATime:
     def gradients_of(self, chunk: Chunk, i: int, module: nn.Module | None = None) -> ChunkGradients:
         """The vector of record i, and its loss, by a new copy of the module or the one given."""
         module = copy_of(self._module) if module is None else module
-        with spectral_norms_fixed(module):
+        with signals_deferred(), spectral_norms_fixed(module):
             if self._local:
                 found, loss = self._local.vector_of(module, chunk, i)
             else:

@@ -45,7 +45,13 @@ from dpexp.privacy.gradients.operators import (
     is_random,
     simplify,
 )
-from dpexp.privacy.gradients.per_example import ONE_LOSS, no_seeds, python_random_states, refuse_other_parameters
+from dpexp.privacy.gradients.per_example import (
+    ONE_LOSS,
+    no_new_seed,
+    python_random_states,
+    refuse_other_parameters,
+    signals_deferred,
+)
 from dpexp.privacy.gradients.recurrent import RecurrentLayersAsOperators
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
@@ -257,8 +263,8 @@ class _Tracing:
             return [loss.detach(), *gradients.values(), *values.values(), *traced.values()]
 
         with (
-            self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_seeds(), torch.enable_grad(),
-            torch.compiler.set_stance("force_eager"),
+            self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_new_seed(),
+            torch.enable_grad(), torch.compiler.set_stance("force_eager"), signals_deferred(),
             sdpa_kernel(SDPBackend.MATH) if self._of_gpu else nullcontext(),
         ):  # fmt: skip
             graph = proxy_tensor.make_fx(flat)(*self._state, *self._record)

@@ -1,10 +1,12 @@
 """A record's loss, and its gradient by ordinary autograd."""
 
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,18 +69,16 @@ def gradients_of_one_record(
     Raises:
         RecordError: the record has no scalar loss.
     """
-    seed = torch.default_generator.initial_seed()
     for parameter in parameters.values():
         parameter.grad = None
     try:
-        with values.marked() as given, no_seeds(), OutOfRangeRefused():
+        with values.marked() as given, no_new_seed(), CtcTargetsChecked():
             loss = loss_of(module, one)
-        if loss.dim():
-            raise RecordError(ONE_LOSS)
-        released = {key: value.clone() for key, value in given().items()}
-        refuse_other_parameters(loss, parameters)
-        backward(loss)
-        _refuse_new_seed(seed)
+            if loss.dim():
+                raise RecordError(ONE_LOSS)
+            released = {key: value.clone() for key, value in given().items()}
+            refuse_other_parameters(loss, parameters)
+            backward(loss)
         gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}
     finally:
         for parameter in parameters.values():
@@ -122,54 +122,59 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def no_seeds() -> Iterator[None]:
-    """Meanwhile functions that seed a generator raise a ConfigError; restoring a state, as checkpointing does, may."""
-    originals = [(place, name, getattr(place, name)) for place, name in _SEEDING]
-    for place, name, _ in originals:
-        setattr(place, name, _refuse_seeding)
+def no_new_seed() -> Iterator[None]:
+    """Raises ConfigError if torch's generator was seeded in the block; a state may be restored, as by checkpointing."""
+    seed = torch.default_generator.initial_seed()
+    yield
+    if torch.default_generator.initial_seed() != seed:
+        raise ConfigError(
+            "model: a random number generator is seeded inside training_step, which makes its random numbers known; "
+            "leave seeding to dpexp, whose generators are secret."
+        )
+
+
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Defers Python's signal handlers to the end of the block, in which a step runs.
+
+    A handler may save a checkpoint, while the module's tensors are replaced by those of a trace or of one user. A
+    second Ctrl-C is not deferred and ends the step.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def defer(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    for number in deferred:
+        signal.signal(number, defer)
     try:
         yield
     finally:
-        for place, name, function in originals:
-            setattr(place, name, function)
+        for number, handler in deferred.items():
+            signal.signal(number, handler)
+        for number in received:
+            deferred[number](number, None)  # type: ignore[operator]
 
 
-_SEEDING: tuple[tuple[Any, str], ...] = (
-    (torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed"), (np.random, "seed"),
-)  # fmt: skip
-
-
-def _refuse_seeding(*_: Any, **__: Any) -> NoReturn:
-    raise ConfigError(
-        "model: a random number generator is seeded inside training_step, which makes its random numbers known; leave "
-        "seeding to dpexp, whose generators are secret."
-    )
-
-
-def _refuse_new_seed(seed: int) -> None:
-    if torch.default_generator.initial_seed() != seed:
-        _refuse_seeding()
-
-
-# Their memory may still hold another record's numbers.
-_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
-
-
-def _filled(empty: Tensor) -> Tensor:
-    """An uninitialized tensor, filled with NaN, or with the largest integer."""
-    if empty.is_floating_point() or empty.is_complex():
-        return empty.fill_(torch.nan)
-    return empty.fill_(True if empty.dtype == torch.bool else torch.iinfo(empty.dtype).max)
-
-
-class OutOfRangeRefused(TorchFunctionMode):
-    """While active, uninitialized memory is filled, and a CTC loss refuses targets that it would read memory by."""
+class CtcTargetsChecked(TorchFunctionMode):
+    """While it is active, a CTC loss refuses targets by which it would read memory of others."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in (F.ctc_loss, torch.ctc_loss):
             _check_targets(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        return _filled(result) if func in _EMPTY else result
+        return func(*args, **(kwargs or {}))
 
 
 def _check_targets(

@@ -89,56 +89,46 @@ _CELLS = {
 
 
 @torch.library.custom_op("dpexp::recurrence", mutates_args=())
-def _steps(
-    p: Tensor, h: Tensor, c: Tensor, weight: Tensor, projection: Tensor | None, cell: str, reverse: bool
-) -> tuple[Tensor, Tensor]:
-    """Every h [T, N, H], and what the steps keep. For weights [B, ...], all other tensors have B before N."""
-    outputs, kept = _empty_steps(p, h, c, weight, projection, cell, reverse)
+def _steps(p: Tensor, h: Tensor, c: Tensor, weight: Tensor, cell: str, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Every h [T, N, H], and what the steps keep."""
+    outputs, kept = _empty_steps(p, h, c, weight, cell, reverse)
     of_p, of_kept = _by_step(p, c), _by_step(kept, c)
-    terms, gates = (t[..., : weight.shape[-2]].unbind() for t in (p, kept))
+    terms, gates = (t[..., : len(weight)].unbind() for t in (p, kept))
     for t in range(len(p))[:: -1 if reverse else 1]:
-        _add_product(terms[t], h, weight.mT, out=gates[t])
+        _add_product(terms[t], h, weight.T, out=gates[t])
         h, c = _CELLS[cell].forward(of_p[t], h, c, of_kept[t])
-        outputs[t] = h = h if projection is None else h @ projection.mT
+        outputs[t] = h
     return outputs, kept
 
 
 @torch.library.custom_op("dpexp::recurrence_backward", mutates_args=())
 def _steps_backward(
     d_outputs: Tensor, dh: Tensor, dc: Tensor, outputs: Tensor, kept: Tensor, h: Tensor, c: Tensor, weight: Tensor,
-    projection: Tensor | None, cell: str, reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of p, of the first h and c, and, where they are projected, of every h [T, N, H]."""
-    d_p, d_projected = _empty_gradients(kept, h, c, projection, cell)
+    cell: str, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of p, and of the first h and c."""
+    d_p = _record_major(kept, _CELLS[cell].inputs * c.shape[-1])
     of_d_p, of_kept = _by_step(d_p, c), _by_step(kept, c)
-    d_gates = d_p[..., : weight.shape[-2]].unbind()
+    d_gates = d_p[..., : len(weight)].unbind()
     order = [*range(len(kept))[:: 1 if reverse else -1]]
     dc = dc.clone()
     for t, before in zip(order, [*order[1:], None], strict=True):
         h_before, c_before = (h, c) if before is None else (outputs[before], of_kept[before][-1])
         dh = dh + d_outputs[t]
-        if projection is not None:
-            d_projected[t] = dh
-            dh = dh @ projection
         direct, dc = _CELLS[cell].backward(dh, dc, h_before, c_before, of_kept[t], of_d_p[t])
         dh = _add_product(direct, d_gates[t], weight)
-    return d_p, dh, dc, d_projected
+    return d_p, dh, dc
 
 
 @_steps.register_fake
-def _empty_steps(p, h, c, weight, projection, cell, reverse):
+def _empty_steps(p, h, c, weight, cell, reverse):
     return _record_major(p, h.shape[-1]), p.new_empty(*p.shape[:-1], _CELLS[cell].kept * c.shape[-1])
 
 
 @_steps_backward.register_fake
-def _(d_outputs, dh, dc, outputs, kept, h, c, weight, projection, cell, reverse):
-    d_p, d_projected = _empty_gradients(kept, h, c, projection, cell)
-    return d_p, h.new_empty(h.shape), c.new_empty(c.shape), d_projected
-
-
-def _empty_gradients(kept: Tensor, h: Tensor, c: Tensor, projection: Tensor | None, cell: str) -> tuple[Tensor, Tensor]:
+def _(d_outputs, dh, dc, outputs, kept, h, c, weight, cell, reverse):
     d_p = _record_major(kept, _CELLS[cell].inputs * c.shape[-1])
-    return d_p, _record_major(kept, 0 if projection is None else h.shape[-1])
+    return d_p, h.new_empty(h.shape), c.new_empty(c.shape)
 
 
 def _record_major(like: Tensor, size: int) -> Tensor:
@@ -151,58 +141,48 @@ def _by_step(steps: Tensor, like: Tensor) -> list[Parts]:
 
 
 def _add_product(base: Tensor | None, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    if base is None:
-        return torch.matmul(a, b, out=out)
-    return torch.addmm(base, a, b, out=out) if b.dim() == 2 else torch.add(base, a @ b, out=out)
+    return torch.mm(a, b, out=out) if base is None else torch.addmm(base, a, b, out=out)
 
 
-def _over_records(operator: Any, weights: range) -> None:
-    """How vmap maps an operator over records: as one batch of theirs, or, where weights differ, as one for each."""
+def _over_records(operator: Any, weight: int) -> None:
+    """Lets vmap map an operator over records as one batch of theirs; `weight`: the position of that argument."""
 
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Parts, tuple[int, ...]]:
-        apart, given = any(in_dims[k] is not None for k in weights), [*args]
+        if in_dims[weight] is not None:
+            raise NotImplementedError("a recurrent layer's weights differ between records")
+        given = [*args]
         for k, (t, dim) in enumerate(zip(args, in_dims, strict=True)):
-            if isinstance(t, Tensor) and (apart or k not in weights):
+            if isinstance(t, Tensor) and k != weight:
                 each = t.expand(info.batch_size, *t.shape).movedim(0, -3) if dim is None else t.movedim(dim, -3)
-                given[k] = each if apart else each.flatten(-3, -2)
+                given[k] = each.flatten(-3, -2)
         found = operator(*given)
-        found = found if apart else [t.unflatten(-2, (info.batch_size, t.shape[-2] // info.batch_size)) for t in found]
+        found = [t.unflatten(-2, (info.batch_size, t.shape[-2] // info.batch_size)) for t in found]
         return tuple(found), tuple(t.dim() - 3 for t in found)
 
     operator.register_vmap(rule)
 
 
-_over_records(_steps, weights=range(3, 5))
-_over_records(_steps_backward, weights=range(7, 9))
+_over_records(_steps, weight=3)
+_over_records(_steps_backward, weight=7)
 
 
 class _Recurrence(torch.autograd.Function):
     """A cell through time: every h [T, N, H], and the last h and c [N, H]."""
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, h: Tensor, c: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        outputs, kept = _steps(p, h, c, *others)
-        *weights, cell, ctx.reverse = others
-        ctx.save_for_backward(outputs, kept, h, c, *weights)
-        ctx.cell, last = cell, 0 if ctx.reverse else -1
+    def forward(ctx: Any, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, cell: str, reverse: bool) -> Any:
+        outputs, kept = _steps(p, h, c, weight, cell, reverse)
+        ctx.save_for_backward(outputs, kept, h, c, weight)
+        ctx.cell, ctx.reverse, last = cell, reverse, 0 if reverse else -1
         return outputs, outputs[last].clone(), kept[last][..., -c.shape[-1] :].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple:
-        outputs, kept, h, _, weight, projection = ctx.saved_tensors
-        d_p, dh, dc, d_projected = _steps_backward(*gradients, *ctx.saved_tensors, ctx.cell, ctx.reverse)
+        outputs, _, h, *_, weight = ctx.saved_tensors
+        d_p, dh, dc = _steps_backward(*gradients, *ctx.saved_tensors, ctx.cell, ctx.reverse)
         before = torch.cat([outputs[1:], h[None]] if ctx.reverse else [h[None], outputs[:-1]])
-        d_weight = _products(d_p[..., : len(weight)], before)
-        d_projection = None
-        if projection is not None:
-            *_, o, tanh_c, _ = kept.chunk(6, -1)
-            d_projection = _products(d_projected, o * tanh_c)
-        return d_p, dh, dc, d_weight, d_projection, None, None
-
-
-def _products(g: Tensor, x: Tensor) -> Tensor:
-    """Σ g ⊗ x over all positions."""
-    return g.flatten(0, 1).T @ x.flatten(0, 1)
+        d_weight = d_p[..., : len(weight)].flatten(0, 1).T @ before.flatten(0, 1)
+        return d_p, dh, dc, d_weight, None, None
 
 
 _FUNCTIONS: dict[Any, str] = {getattr(place, name): name for place in (torch, torch.ops.aten) for name in _CELLS}
@@ -213,9 +193,15 @@ class RecurrentLayersAsOperators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         cell = _FUNCTIONS.get(getattr(func, "overloadpacket", func))
-        if cell is None or (isinstance(args[1], Tensor) and args[1].dim() == 1):  # batch sizes of a packed sequence
+        if cell is None or not _is_known(cell, args[1]):
             return func(*args, **(kwargs or {}))
         return _layer(cell, *args, **(kwargs or {}))
+
+
+def _is_known(cell: str, second: Any) -> bool:
+    """Whether a sequence is not packed, nor an LSTM's h projected; `second` argument: the states."""
+    h, c = second if cell == "lstm" and not isinstance(second, Tensor) else (second, second)
+    return h.dim() > 1 and h.shape[-1] == c.shape[-1]
 
 
 def _layer(
@@ -231,10 +217,9 @@ def _layer(
         directions = []
         for reverse in (False, True) if bidirectional else (False,):
             k = len(ends)
-            w_ih, w_hh, *others = weights[each * k : each * (k + 1)]
-            p = _inputs(cell, x, w_ih, *(others[:2] if has_biases else ()))
-            h, c, *weights_of_h = (t.to(p.dtype) for t in (h0[k], c0[k], w_hh, *others[2 * has_biases :]))
-            outputs, *end = _Recurrence.apply(p, h, c, *[*weights_of_h, None][:2], cell, reverse)
+            w_ih, w_hh, *biases = weights[each * k : each * (k + 1)]
+            p = _inputs(cell, x, w_ih, *biases)
+            outputs, *end = _Recurrence.apply(p, *(t.to(p.dtype) for t in (h0[k], c0[k], w_hh)), cell, reverse)
             directions.append(outputs)
             ends.append(end)
         x = torch.cat(directions, -1) if bidirectional else directions[0]

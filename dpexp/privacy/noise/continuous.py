@@ -139,6 +139,8 @@ class CorrelatedNoise:
         """Adds a round's noise to contiguous tensors and divides them, in place. Call it once a round."""
         self._gaussian.add_to([(one.total, one.sigma) for one in sums if len(one.bands) == 1], divisor)
         banded = [one for one in sums if len(one.bands) > 1]
+        if not banded:
+            return
         drawn = [torch.zeros(one.total.numel(), dtype=torch.float64, device=one.total.device) for one in banded]
         self._gaussian.add_to([(z, 1.0) for z in drawn])
         for one, z in zip(banded, drawn, strict=True):

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class Group:
     def d(self) -> int:
         return sum(vector.d for vector in self.vectors)
 
+    @cached_property
     def query(self) -> SumQueryEvent:
         """The event of one release of this group."""
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
@@ -140,10 +141,10 @@ class PrivacyPlan:
             epoch = start - start % per_epoch if isinstance(per_epoch, int) else since
             for t, times in self._equal_rounds(start, count):
                 now = self.at_round(t)
-                rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += times
+                rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query for group in now.groups))] += times
         return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header())
 
-    @property
+    @cached_property
     def _periods(self) -> tuple[int, ...]:
         return tuple(sorted({group.every_n_rounds for group in self.groups} - {1}))
 

@@ -205,6 +205,7 @@ class RoundLoader:
         digest: of the records, where several processes share a sample.
         memory: of the training set's tensors and arrays.
         of_examples: a record is one example.
+        epoch_began: the first round of the present epoch.
         only_rows: none of the user's code runs to fetch records (see `fetching.only_rows`).
 
     Raises:
@@ -260,11 +261,13 @@ class RoundLoader:
         self._loader = fetching_loader(loader, fetcher(loader, units), self.sampler, self._seeding)
         self._chunks: Iterator[list[RecordBatch | FailedRecord]] = iter(())
         self._warned = False
+        self.epoch_began = 0
 
     def __iter__(self) -> Iterator[SealedSample]:
         """Draws nothing before the first sample is asked for, since Lightning begins an iteration just to test it."""
         self._seeding.key = self.randomness.words(4).numpy().tobytes()
         self._chunks = iter(self._loader)
+        self.epoch_began = self.sampler.completed
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
             yield SealedSample(torch.tensor(t))
 

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import isabstract
 from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
@@ -19,6 +20,9 @@ def check_rate(q: float) -> None:
     """Raises ConfigError unless q is a number in (0, 1]."""
     if not isinstance(q, Real) or not 0 < q <= 1:
         raise ConfigError(f"sampling.sampling_rate={q!r} must lie in (0, 1].")
+
+
+_event = lru_cache(typed=True)(SamplingEvent)  # of one round after the other
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Policy(ABC):
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         """The event of one sample; `epoch`: the first round of the samples that it depends on."""
-        return SamplingEvent(self.name, self.q, n)
+        return _event(self.name, self.q, n)
 
     @property
     def rounds_per_epoch(self) -> float:
