@@ -18,7 +18,7 @@ from dpexp._lightning_compat import pl, validation_loader
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import Performance, PrivateRound
 from dpexp.privacy.sampling.batches import RecordBatch, flattened
 
 CPU_BATCH = 640
@@ -40,7 +40,7 @@ def largest_fitting_batch(plan: PrivacyPlan, module: pl.LightningModule, loss_of
     limit = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
     def attempt(size: int) -> None:
-        engine = PrivateRound(plan, module, GaussianNoise(None), compiled=False)  # type: ignore[arg-type]
+        engine = PrivateRound(plan, module, GaussianNoise(None), performance=Performance(compile=False))  # type: ignore[arg-type]
         engine.begin()
         copies = [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         records = RecordBatch(size, structure.unflatten(copies)).to(module.device)

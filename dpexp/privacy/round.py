@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,22 @@ from dpexp.privacy.sampling.training_data import Memory
 _MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early
 
 
+@dataclass(frozen=True)
+class Performance:
+    """What affects time and memory, and releases by rounding alone.
+
+    Attributes:
+        max_records: processed together; None: the whole sample.
+        compile: whether graphs are compiled; None: where that saves time.
+    """
+
+    max_records: int | None = None
+    compile: bool | None = None
+
+
+_DEFAULT = Performance()
+
+
 class PrivateRound:
     """Carries out a plan's mechanisms on a module's gradients and on the metrics of its training step.
 
@@ -35,9 +52,8 @@ class PrivateRound:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
         adaptive_state: current clip norms of an adaptive plan; by default the initial ones, which then stay.
         processes: that share each sample.
-        max_records: processed together; None: the whole sample.
+        performance: by default whole samples are processed at once.
         data_memory: where the training set lies in memory, which no graph may reference.
-        compiled: whether graphs are compiled; None: where that saves time.
 
     Attributes:
         parameters: those that are trained, by name.
@@ -52,9 +68,8 @@ class PrivateRound:
         observe: bool = False,
         adaptive_state: AdaptiveState | None = None,
         processes: Processes | None = None,
-        max_records: int | None = None,
+        performance: Performance = _DEFAULT,
         data_memory: Memory | None = None,
-        compiled: bool | None = None,
     ) -> None:
         self.plan = self.current_plan = plan
         self._processes = processes or Processes()
@@ -85,8 +100,8 @@ class PrivateRound:
         training = LocalTrainer(module, self.parameters, self._values, local) if local else None
         alone = OneAtATime(module, self.parameters, self._values, training, self._device)
         self.step = Step(
-            module, alone, self._clip, self._device, usual_rows(plan.sampling, plan.n, max_records),
-            plan.sampling.q * plan.n, plan.rounds, compiled, data_memory or Memory(),
+            module, alone, self._clip, self._device, usual_rows(plan.sampling, plan.n, performance.max_records),
+            plan.sampling.q * plan.n, plan.rounds, performance.compile, data_memory or Memory(),
         )  # fmt: skip
         self._succeeded = False
         self._contributed = False  # a record has, in any process

@@ -35,7 +35,7 @@ from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import prepare
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricEstimates
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import Performance, PrivateRound
 from dpexp.privacy.running_epsilon import RunningEpsilon
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
@@ -172,8 +172,11 @@ class PrivateTraining:
             rounds = RoundLoader(loader, self.plan, max_records, sampling, randomness, processes, dealing, pad_to)
             self._engine = PrivateRound(
                 self.plan, module, GaussianNoise(noise), self.unsafe_diagnostics, self.adaptive_state, processes,
-                max(1, max_records // self.plan.privacy_unit.max_examples_in_round), rounds.memory,
-                self.compile if self.compile is not None or processes.is_single else False,
+                Performance(
+                    max(1, max_records // self.plan.privacy_unit.max_examples_in_round),
+                    self.compile if self.compile is not None or processes.is_single else False,
+                ),
+                rounds.memory,
             )  # fmt: skip
             if resumed_from is not None and self._position is None:
                 raise ConfigError(refusals.NO_POSITION.format(checkpoint=resumed_from, ledger=self.ledger_path))
@@ -302,8 +305,8 @@ class PrivateTraining:
                 layer.update(released[key])
         for parameter in module.parameters():
             parameter.grad = None
-        for name, parameter in self._engine.parameters.items():
-            parameter.grad = released[name].to(parameter.dtype) if name in released else None
+        for name, trained in self._engine.parameters.items():
+            trained.grad = released[name].to(trained.dtype) if name in released else None
         self._released = True
 
     def _end_round(self) -> None:

@@ -23,7 +23,7 @@ from dpexp.privacy.gradients.per_example import ChunkGradients
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.private_metrics import Values
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import Performance, PrivateRound
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="PyTorch's compiler needs a C++ compiler"
@@ -32,7 +32,7 @@ needs_compiler = pytest.mark.skipif(
 
 def engine_of(module, compile=True, rounds=9):
     plan = plan_of(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, clip_norm=FixedClipNorm(S))
-    return PrivateRound(plan, module, GaussianNoise(), observe=True, compiled=compile)
+    return PrivateRound(plan, module, GaussianNoise(), observe=True, performance=Performance(compile=compile))
 
 
 def reason_of(engine):
