@@ -153,41 +153,41 @@ def _check_loss_of_a_batch(
 ) -> None:
     """Warns if the loss of a batch is no sum of its records' losses; raises if a single record has no gradient.
 
-    If it is a sum, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0 for any records. Tested with labels fixed, then not.
+    If it is a sum, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0 for any records, also with labels fixed.
     `weighed`: a loss function that was called with class weights.
     """
     if step.synthetic is None:
         return
     others = replace(step.synthetic, floats="normal", public=None)  # with different labels
-    mixed, by_label = (
-        any(_mixes(one, chunk, module, device, labels) for one in (step.synthetic, others)) for labels in (False, True)
-    )
-    if not (mixed or by_label or weighed):
+    draws = step.synthetic, others
+    mixes = any(_mixes(one, chunk, module, device, labels=True) for one in draws)
+    if not (mixes or weighed):
         return
+    with_labels_fixed = mixes and any(_mixes(one, chunk, module, device, labels=False) for one in draws)
     try:
         with own_randomness(device, KeyStream.known(0, "pairs", 0)):
             alone = step.alone.gradients_of(step.synthetic.records(chunk, 1, 0), 0).by_name
     except RecordError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
-        if not (mixed or by_label):
+        if not mixes:
             return
         raise ConfigError(f"model: training_step fails for a record by itself ({explain(error)})") from None
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     unused = [name for name in names if name not in alone or not bool(alone[name].materialize().any())]
-    if len(unused) == len(names) and (mixed or by_label):
+    if len(unused) == len(names) and mixes:
         raise ConfigError(_NONE_ALONE)
     warned = weighed is not None or WEIGHT in alone
     if weighed is not None and WEIGHT not in alone:
         warnings.warn(f"training_step passes class weights to {weighed}. {_WEIGH}")
-    if mixed and (not warned or any(leaf.is_floating_point() for leaf in chunk.tensors)):
+    if with_labels_fixed and (not warned or any(leaf.is_floating_point() for leaf in chunk.tensors)):
         no_gradient = f", where {', '.join(unused[:4])} has no gradient" if unused else ""
         warnings.warn(
             "training_step's loss of several records is no sum or mean of their losses, as with mixup, Dice, batch "
             "statistics or a mean over all words; here each record has the loss of a batch of one"
             f"{no_gradient}. Write it for one record: Dice over a record's places, statistics as public constants."
         )
-    elif by_label and not warned:
+    elif mixes and not warned:
         warnings.warn(
             "training_step's loss of several records depends on all of their labels, as with class weights or class "
             f"frequencies of a batch. {_WEIGH}"

@@ -63,7 +63,7 @@ def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] | None = None)
                     memo[id(value)] = value
             copied = copy.deepcopy(module, known := memo)
         if (trainer := getattr(module, "_trainer", None)) is not None:  # Lightning's modules are copied without it
-            copied.trainer = FrozenTrainer(trainer, lambda part: copy.deepcopy(part, known))
+            copied.trainer = FrozenTrainer(trainer, known)
         return copied
 
 
@@ -147,16 +147,16 @@ class FrozenTrainer:
     Loggers do nothing, optimizers have the settings of their groups and no parameters.
 
     Args:
-        copied: returns the copy of a module.
+        copies: by the id of a module, its copy.
 
     Raises:
-        ConfigError: data, a method or an object of another kind is read.
+        ConfigError: data, a method, a network that is not part of the module, or another object is read.
     """
 
     _seen: Any
 
-    def __init__(self, seen: Any, copied: Callable[[Any], Any], name: str = "trainer") -> None:
-        vars(self).update(_seen=seen, _copied=copied, _name=name, _read={})
+    def __init__(self, seen: Any, copies: dict[int, Any], name: str = "trainer") -> None:
+        vars(self).update(_seen=seen, _copies=copies, _name=name, _read={})
         for counter in _COUNTERS if name == "trainer" else ():
             getattr(self, counter)
 
@@ -176,8 +176,8 @@ class FrozenTrainer:
             return {key: self._frozen(one, f"{name}[{key!r}]") for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self._frozen(one, f"{name}[{k}]") for k, one in enumerate(value)]
-        if isinstance(value, nn.Module):
-            return self._copied(value)
+        if isinstance(value, nn.Module) and id(value) in self._copies:
+            return self._copies[id(value)]
         if isinstance(value, pl.loggers.Logger):
             return pl.loggers.logger.DummyLogger()
         if hasattr(value, "param_groups"):
@@ -186,8 +186,8 @@ class FrozenTrainer:
             rates = [*value.get_last_lr()]
             return SimpleNamespace(get_last_lr=lambda: rates)
         packages = {one.__module__.partition(".")[0] for one in type(value).__mro__}
-        if packages & _PACKAGES and not isinstance(value, pl.LightningDataModule):
-            return FrozenTrainer(value, self._copied, name)
+        if packages & _PACKAGES and not isinstance(value, pl.LightningDataModule | nn.Module):
+            return FrozenTrainer(value, self._copies, name)
         raise ConfigError(
             f"training_step reads {name}, a {type(value).__name__}, but it is traced for one record and may read only "
             "numbers of the Trainer; keep what it needs in an attribute or a buffer of the module, set before training."
