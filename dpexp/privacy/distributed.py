@@ -49,20 +49,12 @@ class Processes:
 
     def __init__(self, rank: int = 0, count: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.count = rank, count
+        self.is_main, self.is_single = rank == 0, count == 1
         self._device = device or torch.device("cpu")
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "Processes":
         return cls(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes the ledger and adds the noise."""
-        return self.rank == 0
-
-    @property
-    def is_single(self) -> bool:
-        return self.count == 1
 
     def refuse_several_processes(self, why: str) -> None:
         """Refuses several processes."""

@@ -56,7 +56,7 @@ class PrivateRound:
         data_memory: where the training set lies in memory, which no graph may reference.
 
     Attributes:
-        parameters: those that are trained, by name.
+        parameters: those that are trained, by name; they lie on `device`.
         step: the training step, with its execution mode.
     """
 
@@ -83,7 +83,7 @@ class PrivateRound:
             for v in vectors
             if v.is_value
         }
-        self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self._values = Values(values, next(iter(self.parameters.values()), torch.zeros(())))
         planned = {name for vector in vectors for name in vector.parameters} - set(values)
         if planned != set(self.parameters):
@@ -98,9 +98,9 @@ class PrivateRound:
         self._clip = ClippedSums(plan.groups, joint, self.parameters, self._values)
         local = plan.privacy_unit.local_training
         training = LocalTrainer(module, self.parameters, self._values, local) if local else None
-        alone = OneAtATime(module, self.parameters, self._values, training, self._device)
+        alone = OneAtATime(module, self.parameters, self._values, training, self.device)
         self.step = Step(
-            module, alone, self._clip, self._device, usual_rows(plan.sampling, plan.n, performance.max_records),
+            module, alone, self._clip, self.device, usual_rows(plan.sampling, plan.n, performance.max_records),
             plan.sampling.q * plan.n, plan.rounds, performance.compile, data_memory or Memory(),
         )  # fmt: skip
         self._succeeded = False
@@ -157,7 +157,7 @@ class PrivateRound:
             parameter.grad = None
         if self.step.mode is None:
             self.step.decide(chunk)
-        clip_norms = self._clip.clip_norms(self.current_plan.groups, self._device)
+        clip_norms = self._clip.clip_norms(self.current_plan.groups, self.device)
         for found in self.step.add(chunk, clip_norms, self._sums):
             self.skip(1, found) if isinstance(found, Exception) else self._note(found)
 

@@ -232,7 +232,7 @@ class PrivateTraining:
         if self._engine.plan is not self.plan:
             raise ConfigError("the plan was replaced during training; begin another training with the other plan.")
         self._sample_pending = False
-        engine, device, step_digest = self._engine, device_of(module), 0
+        engine, device, step_digest = self._engine, self._engine.device, 0
 
         def loss_of(own: nn.Module, record: Any) -> Tensor:
             return loss_of_step(lambda: step(own, record))
