@@ -1,7 +1,6 @@
 """One-time queries: Laplace, Gaussian and parallel queries composed with training rounds, against dp-accounting's
 composition of the same events; and their lines in a ledger."""
 
-import json
 import math
 
 import dp_accounting
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 from scipy.integrate import quad
+from test_ledger_lines import HEADER, linked
 
 from dpexp.accounting import composition
 from dpexp.accounting.accountants import delta, epsilon, guarantee
@@ -248,7 +248,6 @@ def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
 def test_an_invalid_line_is_refused(tmp_path, query, wrong):
     spec = {"spec": 0, "sampling": {"policy": "all", "q": 1.0, "n": 10}, "queries": [query]}
     path = tmp_path / "l.jsonl"
-    header = {"dpexp_ledger": 1, "adjacency": "add_remove"}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (header, spec)))
+    path.write_bytes(linked([HEADER, spec]))
     with pytest.raises(ConfigError, match=wrong):
         read_ledger(path)
