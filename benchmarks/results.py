@@ -71,8 +71,6 @@ ROWS = {
     "adult": Row("experiment=adult", "adult"),
     "mnist_users": Row("experiment=mnist_users", "mnist"),
     "shakespeare_users": Row("experiment=shakespeare_users", "shakespeare", seeds=1),
-    "text_head": Row("experiment=text_head", "shakespeare"),
-    "text_lora": Row("experiment=text_lora", "shakespeare", seeds=1),
 }  # fmt: skip
 
 

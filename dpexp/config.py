@@ -24,9 +24,8 @@ class Data:
     `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
     that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
     the next of which each record is padded by a `collate_fn` that pads. `path` to `prompts`: of data of one's own, see
-    conf/data/{csv,images,huggingface,documents,labelled_texts}.yaml; `released`: the release that filled a schema;
-    `unsafe`: it was filled from the rows without noise. `module`: the `_target_` of a LightningDataModule, with its
-    arguments."""
+    conf/data/{csv,images,huggingface,documents,labelled_texts}.yaml; `unsafe`: the schema
+    was filled from the rows without noise. `module`: the `_target_` of a LightningDataModule, with its arguments."""
 
     id: str | None = None
     n: int = MISSING
@@ -45,7 +44,6 @@ class Data:
     input: str | None = None
     label: str | None = None
     class_names: Any = None
-    released: Any = None
     unsafe: bool = False
     unit: str | None = None
     length: int | None = None

@@ -66,7 +66,7 @@ N = 2000  # published number of records
 def attacked(folder, *arguments, canaries=N, seed=0, **choices):
     """Audits two trainings; arguments as of `trained`."""
     attack, contributions = Attack(), Contributions()
-    level = level_of_checks(CONFIDENCE, 8)
+    level = level_of_checks(CONFIDENCE, 9)
     found = trained(folder, *arguments, variant=unsampled, reader=attack, canaries=canaries, seed=seed, **choices)
     trained(
         folder, *arguments, variant=lambda plan: nearly_noiseless(plan, found.count, level), reader=contributions,
@@ -74,7 +74,7 @@ def attacked(folder, *arguments, canaries=N, seed=0, **choices):
     )  # fmt: skip
     checks = [*attack.checks(level), *contributions.checks(level)]
     ledger, scores = read_ledger(folder / "ledger.jsonl"), attack.scores(found.count)
-    return audit(scores, found.included, ledger, DELTAS, confidence=CONFIDENCE, middle=found.middle, checks=checks)
+    return audit(scores, found.included, ledger, DELTAS, level, checks, confidence=CONFIDENCE, middle=found.middle)
 
 
 def check(found, name):

@@ -34,7 +34,7 @@ _SAMPLED = {
 }
 _REPLACED = {policy: (*_SAMPLED[policy], "replace_one") for policy in ("poisson", "cyclic_poisson")}
 _FIXED = {"fixed_size": ("replace_one",)}
-_GAUSSIAN = ("gaussian", "banded gaussian", "discrete gaussian")
+_GAUSSIAN = ("gaussian", "banded gaussian")
 _ALL_NOISE = (*_GAUSSIAN, "laplace")
 _BUILT_IN = {
     "pld": Coverage(_SAMPLED | _REPLACED | _FIXED | {"truncated_poisson": ("replace_null",)}, _ALL_NOISE, True),

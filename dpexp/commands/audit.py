@@ -38,7 +38,7 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     folder.mkdir(exist_ok=True)
     seed = cfg.privacy.noise_seed
     coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
-    level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 4)
+    level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 5)
     attack, contributions = Attack(), Contributions()
     canaries = _train_with_canaries(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
     _train_with_canaries(
@@ -48,8 +48,8 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     ledger = read_ledger(folder / "ledger.jsonl")
     accountant = accountants(cfg, plan)[0]
     found = judged(
-        attack.scores(canaries.count), canaries.included, ledger, deltas, accountant, cfg.audit.confidence,
-        canaries.middle, [*attack.checks(level), *contributions.checks(level)],
+        attack.scores(canaries.count), canaries.included, ledger, deltas, level,
+        [*attack.checks(level), *contributions.checks(level)], accountant, cfg.audit.confidence, canaries.middle,
     )  # fmt: skip
     return found, audit_figure(found, ledger, f"ε = {up(claimed, 4)} at δ = {up(cfg.privacy.delta, 4)}", accountant)
 

@@ -30,7 +30,6 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, preprocessing_of
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
-from dpexp.privacy.table_ranges import TableRanges
 from dpexp.training.classifier import Classifier, noisy_learning_rate
 from dpexp.training.language import LanguageModel, is_causal
 from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
@@ -258,7 +257,7 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
         _refuse_for_own_module(cfg)
         return model
     augment = _augment(cfg)
-    model = _preprocessed(cfg, model) if cfg.preprocessing or cfg.data.released else model
+    model = _preprocessed(cfg, model) if cfg.preprocessing else model
     multiplicity = cfg.augment.multiplicity if augment else 1
     kind = LanguageModel if is_causal(model) else Classifier
     return kind(model, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model))
@@ -280,7 +279,6 @@ def _refuse_for_own_module(cfg: DictConfig) -> None:
     for key, value, instead in (
         ("preprocessing", [*(cfg.preprocessing or [])] or None,
          "use PreprocessedModel of dpexp.privacy.preprocessing_methods within it"),
-        ("data.released", cfg.data.released, "fill in the schema by hand"),
         ("augment", cfg.augment._target_ if cfg.augment else None,
          "let its training_step begin with batch = dpexp.views(batch, augment, K)"),
         ("data.class_weights", weights, "let its training_step call dpexp.weigh(w[y].mean() / w.max())"),
@@ -323,11 +321,7 @@ def _augment(cfg: DictConfig) -> Any:
 
 def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
     """The model after its private preprocessing, whose steps must accept one another's output shapes."""
-    chosen = {name: make(f"preprocessing.{name}", node) for name, node in (cfg.preprocessing or {}).items()}
-    if cfg.data.released:
-        if "schema" in chosen:
-            raise ConfigError("preprocessing.schema: that name is the release of data.schema; choose another.")
-        chosen = {"schema": TableRanges(**cfg.data.released)} | chosen
+    chosen = {name: make(f"preprocessing.{name}", node) for name, node in cfg.preprocessing.items()}
     preprocessed = PreprocessedModel(chosen, model)
     if cfg.data.shape is None:
         return preprocessed

@@ -74,10 +74,7 @@ RUN is a job's folder, or the MLflow run id of a job of this machine. Options:
 Options:
     out=FILE.yaml     where the schema goes; default: the name of the table, here
     data.person=…     the column that identifies a person, if ε shall protect people
-    unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private
-    epsilon=0.5       with data.schema=FILE.yaml, whose kinds of columns you have checked: release the number of rows
-                      and the ranges of numbers, rounded outwards to powers of two; each job with it accounts for that
-    delta=1e-6        of that release""",
+    unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
     "version": "`python -m dpexp version` prints the version of dpexp.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.

@@ -31,7 +31,7 @@ from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import console, print_metrics, print_tested
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.raw import RawData, layout_of
-from dpexp.training.pretrained import load_weights, non_tensor_state, save_to_temporary_file, save_weights
+from dpexp.training.pretrained import load_weights, non_tensor_state, save_weights
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -249,14 +249,6 @@ def _inputs(path: Path, cfg: DictConfig) -> Tensor:
     return x
 
 
-class SavedElsewhere(Exception):
-    """The weights could not be written into the job's folder; `path`: where they are instead."""
-
-    def __init__(self, reason: Exception, path: Path) -> None:
-        super().__init__(f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}")
-        self.path = path
-
-
 def save_model(
     cfg: DictConfig,
     plan: PrivacyPlan | None,
@@ -270,9 +262,6 @@ def save_model(
 
     Returns:
         Tags of the model for MLflow's registry.
-
-    Raises:
-        SavedElsewhere: the weights could not be written there.
     """
     for path in (output / WEIGHTS, output / CARD):
         path.unlink(missing_ok=True)  # of a training that ended early, and was resumed
@@ -285,11 +274,7 @@ def save_model(
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
     (output / RESERVED).unlink(missing_ok=True)
-    try:
-        save_weights(model, output / WEIGHTS, about)
-    except Exception as error:
-        (output / WEIGHTS).unlink(missing_ok=True)
-        raise SavedElsewhere(error, save_to_temporary_file(model, about)) from error
+    save_weights(model, output / WEIGHTS, about)
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
     lost = non_tensor_state(model)

@@ -1,4 +1,4 @@
-"""`python -m dpexp schema`: writes the schema of a table, empty, or filled in by a private release."""
+"""`python -m dpexp schema`: writes the schema of a table, to be filled in from public knowledge."""
 
 import math
 from collections.abc import Sequence
@@ -7,22 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
-from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, SamplingEvent
-from dpexp.accounting.risk import Epsilon
-from dpexp.accounting.rounding import up
 from dpexp.commands.command_line import read_options
 from dpexp.errors import ConfigError
-from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.table_ranges import TableRanges
 from dpexp.reporting.terminal import console
 from dpexp.training.data.raw import rows_of, texts_of
-from dpexp.training.data.tables import KINDS, MISSING, OPTIONS, numbers_of, read_schema
+from dpexp.training.data.tables import KINDS, MISSING, OPTIONS, numbers_of
 
-_MARGIN = 1 + 1e-6  # for the accountant's own rounding
 _STYLE: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None, "width": 120}
 _HEAD = """\
 # Public facts about {path}. Fill in what is empty from public knowledge, never by looking at the rows: `rows` is the
@@ -41,7 +33,6 @@ _FORMS: dict[str, list[dict[str, str]]] = {
 @dataclass
 class Source:
     path: str | None = None
-    schema: str | None = None
     person: str | None = None
 
 
@@ -49,8 +40,6 @@ class Source:
 class Options:
     data: Source = field(default_factory=Source)
     out: str | None = None
-    epsilon: float | None = None
-    delta: float = 1e-6
     unsafe: bool = False
 
 
@@ -63,8 +52,6 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     path, person = cfg.data.path, cfg.data.person or "row"
     if path is None:
         raise ConfigError("schema needs data.path, a file with the training rows.")
-    if cfg.epsilon is not None:
-        return _released(cfg, path, person)
     out = Path(cfg.out or Path(path).name.removesuffix(Path(path).suffix).removesuffix(".csv") + ".yaml")
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another file.")
@@ -81,10 +68,7 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     ):  # fmt: skip
         if names := [name for name, facts in columns.items() if fits(facts)]:
             console.print(f"{said}: {', '.join(names)}.", soft_wrap=True, markup=False)
-    return _write(out, path, content | {"columns": columns})
-
-
-def _write(out: Path, path: str, content: dict[str, Any]) -> dict[str, Any]:
+    content |= {"columns": columns}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(_HEAD.format(path=path) + yaml.safe_dump(content, **_STYLE))
     console.print(f"Schema: {out}", soft_wrap=True)
@@ -128,48 +112,3 @@ def _in_the_clear(path: str, person: str, columns: dict[str, Any]) -> dict[str, 
     counted = {} if person == "row" else {"persons": len({*texts_of(rows[person])} - {""})}
     console.print("The facts were read from the rows without noise: jobs with this schema are tagged as not private.")
     return {"rows": len(rows), **counted, "unsafe": True}
-
-
-def _released(cfg: Any, path: str, person: str) -> dict[str, Any]:
-    """Fills in the rows and ranges of a schema by one Gaussian release, which is in a ledger first."""
-    if cfg.data.schema is None:
-        raise ConfigError(
-            "epsilon needs data.schema: a schema whose kinds of columns you have checked, since what is released must "
-            "not depend on the rows; python -m dpexp schema without epsilon writes one."
-        )
-    if person != "row":
-        raise ConfigError("epsilon: the release protects a row, not a person; fill in the schema by hand.")
-    content = read_schema(cfg.data.schema)
-    if content.get("released"):
-        raise ConfigError(f"data.schema={cfg.data.schema} is released already; release one that is not.")
-    columns = content["columns"]
-    ranges = [name for name, facts in columns.items() if facts["kind"] == "number"]
-    ledger_path = Path(cfg.data.schema).with_suffix(".ledger.jsonl")
-    target = Epsilon(cfg.epsilon, cfg.delta)
-    target.check("pld")
-    step = TableRanges(len(ranges), noise_multiplier=_MARGIN / target.mu)
-    event = step.query("schema", "add_remove", None)
-    assert isinstance(event, OneTimeQueryEvent)
-    total = torch.zeros(step.d, dtype=torch.float64)
-    for rows in rows_of("data.path", path):
-        if missing := [name for name in ranges if name not in rows]:
-            raise ConfigError(f"data.path={path} has no column {missing[0]}, which data.schema names.")
-        total += step.sums_of([numbers_of(rows[name], columns[name]) for name in ranges], len(rows))
-    ledger = LedgerWriter(ledger_path)
-    ledger.sample(SamplingEvent("all", 1.0, 1))
-    ledger.query(event)
-    ledger.commit()
-    sigma = event.scale
-    GaussianNoise().add_to([(total, sigma)])
-    spent = epsilon(ledger.ledger, cfg.delta)
-    ledger.close()
-    for name, (low, high) in zip(ranges, step.ranges(total, sigma), strict=True):
-        columns[name]["min"], columns[name]["max"] = low, high
-    console.print(
-        f"The number of rows and {len(ranges)} ranges were released with ε = {up(spent, 4)}, δ = {up(cfg.delta, 4)}, "
-        f"for adding or removing one row; every job with this schema accounts for it. Ledger: {ledger_path}",
-        soft_wrap=True,
-    )
-    content["rows"] = max(1, math.floor(float(total[0])))
-    content["released"] = {"ranges": len(ranges), "noise_multiplier": step.noise_multiplier}
-    return _write(Path(cfg.data.schema), path, content)

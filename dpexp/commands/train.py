@@ -37,7 +37,6 @@ from dpexp.commands.saved_jobs import (
     CARD,
     CHECKPOINT,
     RESERVED,
-    SavedElsewhere,
     bare,
     check_resumable,
     rounds_done,
@@ -165,10 +164,6 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         terminal.print_result(result, output, tracked.address if tracked else None)
     else:
         terminal.print_trial(trial, result)
-    if "weights" in result:
-        raise ConfigError(
-            f"{output} could not be written to at the end; the trained weights are in {result['weights']}"
-        )
     return objective(cfg, plan, result)
 
 
@@ -338,10 +333,7 @@ def _train(
     result |= released_values(module, privacy, output)
     try:
         about = save_model(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
-    except SavedElsewhere as error:  # the result must not be lost
-        warnings.warn(f"the model could not be kept in {output}: {error}")
-        result["weights"] = str(error.path)
-    except Exception as error:
+    except Exception as error:  # the result must not be lost
         warnings.warn(f"the model could not be kept: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     else:
         if tracked:

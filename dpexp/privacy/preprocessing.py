@@ -3,23 +3,26 @@
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
 from dpexp._lightning_compat import pl, training_loader
-from dpexp._torch_compat import tree_map
-from dpexp.accounting.ledger import LedgerWriter, SamplingEvent
+from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, ParallelQueryEvent, SamplingEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, SharedLedger
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
+from dpexp.privacy.mechanism import clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise, add_laplace
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
+from dpexp.privacy.plan.clipping import Abadi
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.preprocessing_methods import Preprocessing, parts_of, preprocessing_of
+from dpexp.privacy.preprocessing_methods import Preprocessing, parts_of, preprocessing_of, upper
 from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch
-from dpexp.privacy.sampling.fetching import all_records
+from dpexp.privacy.sampling.fetching import all_records, attempt
 
 
 def prepare(
@@ -47,13 +50,11 @@ def prepare(
     processes = processes or Processes()
     steps = preprocessing_of(module)
     events = plan.preprocessing, [step.query(name, plan.adjacency, 1.0) for name, step in steps.items()]
-    planned, own = (
-        [(e.query, [(part.noise, part.S, part.S_replaced) for part in parts_of(e)]) for e in some] for some in events
-    )
+    planned, own = (", ".join(map(_described, some)) for some in events)
     if planned != own:
         raise ConfigError(
-            f"the plan was made for a module with the preprocessing {_described(planned)}, and this one has "
-            f"{_described(own)}; make the plan for the module that is trained."
+            f"the plan was made for a module with the preprocessing {planned or 'none'}, and this one has "
+            f"{own or 'none'}; make the plan for the module that is trained."
         )
     for step, event in zip(steps.values(), plan.preprocessing, strict=True):
         one = parts_of(event)[0]
@@ -78,8 +79,9 @@ def prepare(
         yield
 
 
-def _described(steps: Iterable[tuple[str, list[tuple[str, float, float]]]]) -> str:
-    return ", ".join(f"{name} ({noise}, S = {S:g})" for name, ((noise, S, _), *_) in steps) or "none"
+def _described(event: OneTimeQueryEvent | ParallelQueryEvent) -> str:
+    one = parts_of(event)[0]
+    return f"{event.query} ({one.noise}, S = {one.S}, replaced {one.S_replaced}, {len(parts_of(event))} parts)"
 
 
 class NonPrivatePreprocessing(pl.Callback):
@@ -106,35 +108,21 @@ def _total(
     physical_batch: int,
     randomness: KeyStream,
 ) -> Tensor:
-    """Σ of all records' vectors [d], in float64. A record that raises an error contributes nothing."""
+    """Σ of all records' clipped vectors [d], in float64. A record that raises an error contributes nothing."""
     earlier = [copy.deepcopy(one).double() for one in earlier]
     total, used = torch.zeros(step.d, dtype=torch.float64), 0
     reason: Exception | None = None
-
-    def add(records: RecordBatch) -> None:
-        nonlocal used, reason
-        try:
-            x, y = _inputs(records)
-            for one in earlier:
-                x = _apply(one, x.double())
-            total.add_(_checked(step.sums(x, y), step.d))
-            used += records.size
-        except Exception as error:
-            if records.size == 1:
-                reason = error
-            else:  # each record by itself
-                for k in range(records.size):
-                    one = tree_map(
-                        lambda leaf, k=k: leaf[k : k + 1] if isinstance(leaf, Tensor) else leaf, records.batch
-                    )
-                    add(RecordBatch(1, one))
-
     with torch.no_grad():
         for records in all_records(loader, physical_batch, randomness):
-            if isinstance(records, FailedRecord):
-                reason = records.reason
-            else:
-                add(records)
+            try:
+                if isinstance(records, FailedRecord):
+                    raise records.reason
+                x, y = _inputs(records)
+                x, y = _after(earlier, x.double(), y) if earlier else (x.double(), y)
+                total += _clipped_sum(step, x, y)
+                used += len(x)
+            except Exception as error:
+                reason = error
     if not used:
         raise ConfigError(f"preprocessing.{name}: no record can be used: {reason}") from reason
     if reason is not None:
@@ -142,19 +130,34 @@ def _total(
     return total
 
 
-def _apply(step: Preprocessing, x: Tensor) -> Tensor:
-    """Applies a step to each record by itself, since rounding in a batch depends on the other records."""
-    device = next(step.buffers(), x).device
-    return torch.cat([step(one.to(device)) for one in x.split(1)]).cpu()
+def _after(earlier: Sequence[Preprocessing], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """What earlier steps make of each record by itself, since rounding in a batch depends on its size. Without records
+    for which they fail, or give another shape than for zeros."""
+    steps = nn.Sequential(*earlier)
+    device = next(steps.buffers(), x).device
+    shape = steps(torch.zeros_like(x[:1], device=device)).shape
+    found = [attempt(steps, one.to(device)) for one in x.split(1)]
+    kept = [k for k, one in enumerate(found) if isinstance(one, Tensor) and one.shape == shape]
+    return torch.cat([found[k] for k in kept]).cpu(), y[kept]
 
 
-def _checked(total: Any, d: int) -> Tensor:
-    if not isinstance(total, Tensor) or total.shape != (d,) or not total.is_floating_point():
-        found = f"{total.dtype} of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise ConfigError(f"sums returned {found} instead of a real tensor of shape [{d}].")
-    if not total.isfinite().all():
-        raise ConfigError("sums returned numbers that are not finite.")
-    return total.detach().double().cpu()
+def _clipped_sum(step: Preprocessing, x: Tensor, y: Tensor) -> Tensor:
+    """Σ of the vectors of records of one shape, each clipped as a gradient is (see `dpexp.privacy.mechanism`).
+
+    `vmap` lifts the vector of one record: no record can change another's, or decide whether it has one.
+    """
+    found = vmap(step.vector)(x, y)
+    v, o = found if isinstance(found, tuple) else (found, x.new_zeros(len(x), 0, 0))
+    gradients = DenseGradient(v.double().flatten(1)), outer_products(o.double(), o.double())
+    sums = x.new_zeros(v[0].numel()), x.new_zeros(o.shape[2], o.shape[2])
+    if (count := len(sums[0]) + len(upper(sums[1]))) != step.d:
+        raise ConfigError(f"vector returned {count} numbers instead of d={step.d}.")
+    norms = (gradients[0].squared_norms() + gradients[1].squared_norms()).sqrt()
+    c = clip_factors(Abadi(), norms, torch.tensor(step.S, dtype=torch.float64), torch.float64)
+    for gradient, total in zip(gradients, sums, strict=True):
+        gradient.mask_out(c == 0)
+        gradient.add_weighted_sum(c, total)
+    return torch.cat([sums[0], upper(sums[1])])
 
 
 def _inputs(records: RecordBatch) -> tuple[Tensor, Tensor]:

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from dpexp.accounting.dominating_pairs import pure_below
 from dpexp.accounting.ledger import OneTimeQueryEvent, ParallelQueryEvent
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
-from dpexp.privacy.gradients.norms import norms
 
-_MARGIN = 1 - 2.0**-49  # for the rounding of a vector's entries
-_PRODUCT_MARGIN = 1 - 2.0**-30
 _MAX_CENTER = 1e20
 _MIN_VARIANCE = 1e-3  # relative to the mean square of all features
 
 
 class Preprocessing(nn.Module, ABC):
-    """A layer before the model, fitted once to the noisy sum of a vector of each record.
+    """A layer before the model, fitted once to the noisy sum of a vector of each record, clipped to S.
 
     Its results are buffers, saved with the model; the model's inputs pass through `forward`.
 
@@ -35,8 +32,8 @@ class Preprocessing(nn.Module, ABC):
 
     Attributes:
         d: dimension of a record's vector.
-        S, replace_sensitivity: how far adding or removing a record, or replacing one, moves the sum: in L2 norm for
-            Gaussian noise, in L1 norm for Laplace noise.
+        S: the L2 norm to which a record's vector is clipped; Laplace noise needs this bound of the L1 norm too.
+        replace_sensitivity: how far replacing a record moves the sum, in that norm.
         sd: standard deviation of the noise of each entry; 0 before fitting and without privacy.
     """
 
@@ -77,15 +74,13 @@ class Preprocessing(nn.Module, ABC):
         return OneTimeQueryEvent(name, self.noise, self.S, self.replace_sensitivity, sensitivity / cost)
 
     @abstractmethod
-    def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sum of the records' vectors [d] in float64; each is bounded and depends on its own record only.
+    def vector(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """The vector v of one record, which is clipped to S; one that is not finite counts as zero.
 
-        Unusable records, such as non-finite ones, contribute zero. If this raises an error or returns anything but d
-        finite numbers, it is called for each record by itself, and records where it fails again contribute zero.
+        Or (v, o) with o [T, m]: v and the upper triangle of oᵀo, off-diagonal entries times √2, as one vector.
 
         Args:
-            x: [B, …] inputs, after the earlier preprocessing steps.
-            y: [B, …] labels.
+            x: one input [...], after the earlier preprocessing steps, in float64; y: its label.
         """
 
     @abstractmethod
@@ -131,15 +126,12 @@ class Pca(Preprocessing):
         self.center, self._size, self.d = center, size, size * (size + 1) // 2
         self.register_buffer("components", torch.eye(k, size))
 
-    def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        rows = x.double().reshape(len(x), self._size) - self.center
-        length = norms(rows)[:, None]
-        usable = (length > 1e-300) & torch.isfinite(length)
-        unit = torch.where(usable, rows / length, 0.0) * _MARGIN
-        return _upper(unit.T @ unit)
+    def vector(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        row = x.reshape(1, self._size) - self.center
+        return row.new_zeros(0), row / torch.linalg.vector_norm(row)
 
     def fit(self, noisy: Tensor, n: int) -> None:
-        _, vectors = torch.linalg.eigh(_from_upper(noisy.double(), self._size), UPLO="U")
+        _, vectors = torch.linalg.eigh(from_upper(noisy.double(), self._size), UPLO="U")
         self.components.copy_(vectors.T.flip(0)[: len(self.components)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,12 +166,9 @@ class Standardize(Preprocessing):
         self.register_buffer("mean", torch.zeros(per_feature))
         self.register_buffer("deviation", torch.ones(per_feature))
 
-    def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        pixels = x.double().reshape(len(x), self._shape[0], math.prod(self._shape[1:]))
-        v = torch.cat([pixels.mean(2), pixels.square().mean(2)], dim=1)
-        length = norms(v)[:, None]
-        factor = (_MARGIN * self.S / length.clamp(min=1e-300)).clamp(max=1.0)
-        return torch.where(torch.isfinite(length), v * factor, 0.0).sum(0)
+    def vector(self, x: Tensor, y: Tensor) -> Tensor:
+        pixels = x.reshape(self._shape[0], math.prod(self._shape[1:]))
+        return torch.cat([pixels.mean(1), pixels.square().mean(1)])
 
     def fit(self, noisy: Tensor, n: int) -> None:
         mean, square = (noisy.double() / n).chunk(2)
@@ -246,23 +235,14 @@ class Whiten(Preprocessing):
         self.register_buffer("mean", torch.zeros(channels, self._pixels))
         self.register_buffer("matrix", torch.eye(channels))
 
-    def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        features = x.flatten(1)[:, self._features].double()
-        scaled = features.reshape(len(x), self._channels, self._pixels) / math.sqrt(self._pixels)
-        # ‖x xᵀ‖ = ‖xᵀ x‖; take the smaller matrix.
-        products = scaled @ scaled.mT if self._channels < self._pixels else scaled.mT @ scaled
-        length = torch.hypot(norms(scaled), norms(products))[:, None, None]
-        usable = torch.isfinite(length)
-        clipped = torch.where(
-            usable, (_PRODUCT_MARGIN * self.S / length.clamp(min=1e-300)).clamp(max=1.0) * scaled, 0.0
-        )
-        left, right = (v.transpose(0, 1).flatten(1) for v in (clipped, torch.where(usable, scaled, 0.0)))
-        return torch.cat([clipped.sum(0).flatten(), _upper(left @ right.T)])
+    def vector(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = x.flatten()[self._features].reshape(self._channels, self._pixels) / math.sqrt(self._pixels)
+        return scaled.flatten(), scaled.T
 
     def fit(self, noisy: Tensor, n: int) -> None:
         scaled, products = (noisy.double() / n).tensor_split([self.mean.numel()])
         scaled = scaled.view_as(self.mean)
-        covariance = _from_upper(products, self._channels) - scaled @ scaled.T
+        covariance = from_upper(products, self._channels) - scaled @ scaled.T
         values, vectors = torch.linalg.eigh(covariance, UPLO="U")
         values = values.clamp(min=self.min_eigenvalue * float(values[-1].clamp(min=1e-6)))
         self.matrix.copy_((vectors * (self.scale * values.pow(-self.power))) @ vectors.T)
@@ -304,11 +284,10 @@ class ClassCounts(Preprocessing):
         counted = (replace(one, query=str(k), S_replaced=1.0) for k in range(len(self.counts)))
         return ParallelQueryEvent(name, "class", tuple(counted))
 
-    def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        if y.dim() != 1 or y.is_floating_point() or y.is_complex():
+    def vector(self, x: Tensor, y: Tensor) -> Tensor:
+        if y.dim() or y.is_floating_point() or y.is_complex():
             raise ConfigError("preprocessing.class_counts: a record's label must be one integer, its class.")
-        known = y[(y >= 0) & (y < self.d)]
-        return torch.bincount(known.long(), minlength=self.d).double()
+        return (torch.arange(self.d) == y).double()
 
     def fit(self, noisy: Tensor, n: int) -> None:
         self.counts.copy_(noisy)
@@ -321,14 +300,14 @@ class ClassCounts(Preprocessing):
         return 1 / self.counts.clamp(min=max(1.0, 2 * self.sd))
 
 
-def _upper(symmetric: Tensor) -> Tensor:
+def upper(symmetric: Tensor) -> Tensor:
     """The upper triangle, off-diagonal entries times √2: its L2 norm is the matrix's Frobenius norm."""
     i, j = torch.triu_indices(*symmetric.shape)
     return symmetric[i, j] * (1 + (i != j)).double().sqrt()
 
 
-def _from_upper(entries: Tensor, size: int) -> Tensor:
-    """The upper triangular matrix [size, size] whose `_upper` is `entries`."""
+def from_upper(entries: Tensor, size: int) -> Tensor:
+    """The upper triangular matrix [size, size] whose `upper` is `entries`."""
     i, j = torch.triu_indices(size, size)
     upper = torch.zeros(size, size, dtype=torch.float64)
     upper[i, j] = entries / (1 + (i != j)).double().sqrt()

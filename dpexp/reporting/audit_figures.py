@@ -1,7 +1,6 @@
 """Figures of audits: the attacker's errors and the claimed trade-off curve."""
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpexp.accounting.auditing import Audit
@@ -11,36 +10,13 @@ from dpexp.accounting.tradeoff import type_two_errors
 
 
 def audit_figure(audit: Audit, ledger: Ledger, claim: str, accountant: str = "pld") -> Figure:
-    """Left: the claimed trade-off curve of the attacked rounds, and the attacker's errors; right: their claimed ε and
-    its lower bounds by δ. The job's `claim` stands above: it is another, since all records are in the attacked rounds.
+    """The claimed trade-off curve of the attacked rounds, and the attacker's errors. The job's `claim` stands above: it
+    is another, since all records are in the attacked rounds.
 
     If the claim is true, the points lie above the curve or, by sampling error, in the grey band.
     """
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
-    _errors(left, audit, ledger, accountant)
-    places = np.arange(len(audit.bounds))
-    for k, (label, values, color, rounded) in enumerate((
-        ("claimed", [b.claimed for b in audit.bounds], "C0", up),
-        ("at least, if canaries are independent", [b.if_independent for b in audit.bounds], "C1", down),
-        ("at least", [b.found for b in audit.bounds], "C3", down),
-    )):  # fmt: skip
-        bars = right.bar(places + (k - 1) * 0.28, values, 0.26, color=color, alpha=0.8, label=label)
-        right.bar_label(bars, [rounded(value, 2) for value in values], fontsize="x-small")
-    right.set_xticks(places, [up(bound.delta, 4) for bound in audit.bounds])
-    right.set(xlabel="δ", ylabel="ε", title=f"ε of these rounds; bounds together at {100 * audit.confidence:g}%")
-    right.legend(fontsize="small")
-    left.set_title(f"Attacked: its noise in {ledger.training_rounds} rounds of all records")
-    verdict = "refuted" if audit.exceeded else "not refuted"
-    figure.suptitle(
-        f"Audit of the job's claim of {claim}: {verdict}\n"
-        f"{audit.canaries} canaries, {audit.right / audit.canaries:.1%} guessed right; "
-        f"μ claimed {up(audit.mu_claimed, 3)}, found {audit.mu_estimate:.3g} ± {audit.mu_error:.2g}"
-    )
-    return figure
-
-
-def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
+    figure = Figure(figsize=(6.4, 5.4), layout="constrained")
+    axes = figure.subplots()
     alpha = np.concatenate([np.geomspace(5e-4, 0.02, 60), np.linspace(0.02, 1, 200)])
     curve = type_two_errors(ledger, alpha.tolist(), accountant)
     counts = audit.canaries / 2
@@ -53,3 +29,12 @@ def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.legend(fontsize="small", loc="upper right")
     axes.grid(alpha=0.3)
+    axes.set_title(f"Attacked: its noise in {ledger.training_rounds} rounds of all records", fontsize="medium")
+    verdict = "refuted" if audit.exceeded else "not refuted"
+    figure.suptitle(
+        f"Audit of the job's claim of {claim}: {verdict}\n"
+        f"{audit.canaries} canaries, {audit.right / audit.canaries:.1%} guessed right; "
+        f"μ claimed {up(audit.mu_claimed, 3)}, at least {down(audit.mu_bound, 3)}",
+        fontsize="medium",
+    )
+    return figure

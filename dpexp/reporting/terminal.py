@@ -349,24 +349,22 @@ def print_audit(audit: Audit, claimed: float, delta: float) -> None:
     )
     _print(
         f"[bold]Audit[/]: {audit.canaries} canaries in all rounds, each included with probability 1/2; the attacker "
-        f"guesses {audit.right / audit.canaries:.1%} of these coins right. μ claimed {up(audit.mu_claimed, 4)}, "
-        f"found {audit.mu_estimate:.4g} ± {audit.mu_error:.2g}, at least {down(audit.mu_bound, 3)}, "
-        f"if canaries are independent {down(audit.mu_bound_if_independent, 3)}"
+        f"guesses {audit.right / audit.canaries:.1%} of these coins right. μ claimed {up(audit.mu_claimed, 4)}, at "
+        f"least {down(audit.mu_bound, 3)}"
     )
-    table = Table("δ", "ε of the attacked rounds", "at least", "if canaries are independent")
+    table = Table("δ", "ε of the attacked rounds", "at least")
     for bound in audit.bounds:
-        found = [_marked(down(v, 4), v > bound.claimed) for v in (bound.found, bound.if_independent)]
-        table.add_row(up(bound.delta, 4), up(bound.claimed, 4), *found)
+        found = _marked(down(bound.found, 4), audit.mu_bound > audit.mu_claimed)
+        table.add_row(up(bound.delta, 4), up(bound.claimed, 4), found)
     console.print(table)
     table = Table("in units of the plan", "planned", "found", "detectable from")
     for check in audit.checks:
         measured = _marked(f"{check.found:.4g}", check.refuted)
-        table.add_row(check.name, f"{check.planned:g}", measured, f"{check.detectable:.4g}")
+        table.add_row(check.name, f"{check.planned:.4g}", measured, f"{check.detectable:.4g}")
     console.print(table)
     _print(
-        f"The whole claimed trade-off curve: p = {up(audit.p, 2)}, or if canaries are independent "
-        f"{up(audit.p_independent, 2)}. All at {100 * audit.confidence:g}% together; errors in the last column are "
-        f"found with probability {POWER:.0%}."
+        f"All at {100 * audit.confidence:g}% together; errors in the last column are found with probability "
+        f"{POWER:.0%}."
     )
     if not audit.exceeded:
         _print("No claim is refuted. That proves no ε: another attacker may get more.")

@@ -202,11 +202,10 @@ class TrackedRun:
             self._outbox.model(folder, rounds, model_tags, self._cfg.register)
 
     def log_ledger(self) -> None:
-        """Logs the ledger up to the last release, and rescued copies, with a figure; however the run ended."""
+        """Logs the ledger up to the last release, with a figure; however the run ended."""
         if (self._output / RESERVED).exists() and not (self._output / BEGUN).exists():
             self._outbox.tags({LEDGER_STATE: "nothing"})
-        for pattern in ("ledger*.jsonl", "ledger*.end.json"):  # in this order: a ledger may have gone on after its end
-            self._send_files(*sorted(path.name for path in self._output.glob(pattern)))
+        self._send_files("ledger.jsonl", "ledger.end.json")  # in this order: a ledger may have gone on after its end
         try:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
         except ConfigError:  # missing or damaged; the run's own error says so

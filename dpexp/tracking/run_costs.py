@@ -1,6 +1,5 @@
 """What each run on a data set counts as: its ledger, or its whole plan where the ledger is not final or lost."""
 
-import fnmatch
 import hashlib
 import json
 import tempfile
@@ -27,7 +26,7 @@ BUDGET = "dpexp.budget"
 AUDITS = "dpexp.audit_trainings"  # of jobs whose audit trained on the data too; none does any more
 LEDGER_STATE = "dpexp.ledger_state"  # "nothing": the run ended before its ledger was begun
 _LEDGER = "ledger.jsonl"
-_FILES = ("ledger*.jsonl", "ledger*.end.json", RESERVED)
+_FILES = (_LEDGER, "ledger.end.json", RESERVED)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
     with tempfile.TemporaryDirectory() as copied:
         try:
             for artifact in sorted(client.list_artifacts(run_id), key=lambda one: str(one.path)):  # ends before ledgers
-                if any(fnmatch.fnmatch(artifact.path, pattern) for pattern in _FILES):
+                if artifact.path in _FILES:
                     client.download_artifacts(run_id, artifact.path, copied)
         except (MlflowException, OSError) as error:
             reason = f"its folder is not here, and its artifacts cannot be fetched: {one_line(error)[:200]}"
@@ -167,7 +166,7 @@ def cost_of_job(folder: Path) -> RunCost:
 
 def cost_of_ledger(path: Path) -> RunCost:
     """The cost of a ledger file."""
-    return _from_ledgers(RunCost(str(path), "", "", "", None, "", identity=str(path.resolve())), [path])
+    return _from_ledger(RunCost(str(path), "", "", "", None, "", identity=str(path.resolve())), path)
 
 
 def distinct_runs(costs: list[RunCost]) -> list[RunCost]:
@@ -192,16 +191,16 @@ def _never_trained(folder: Path) -> bool:
 def _from_folder(known: RunCost, folder: Path, running: bool, not_begun: bool, audits: bool) -> RunCost:
     """The cost by a folder's files; `not_begun`: where there is no ledger, none was begun;
     `audits`: the job's audit trains on the data too, which its ledger does not contain."""
-    paths = sorted(folder.glob(_FILES[0]))
+    path = folder / _LEDGER
     if running:
         return _whole_plan(known, folder, "it is running", lost=False)
-    if not paths and not_begun:
+    if not path.exists() and not_begun:
         return replace(known, ledger=Ledger("", {}), note="it ended before its first round")
-    found = _from_ledgers(known, paths)
+    found = _from_ledger(known, path)
     known = replace(known, not_private_reason=found.not_private_reason)
     if audits:
         return _whole_plan(known, folder, "its audit trains on the data too", lost=False)
-    if folder / _LEDGER not in paths:
+    if not path.exists():
         return _whole_plan(known, folder, "its ledger is missing", lost=True)
     if found.ledger_missing or found.ledger is None:
         return _whole_plan(known, folder, found.note, lost=True)
@@ -221,17 +220,11 @@ def _admitted_by_whole_plan(folder: Path, kept: Budget) -> bool:
         return True
 
 
-def _from_ledgers(known: RunCost, paths: list[Path]) -> RunCost:
-    """The longest ledger among a run's own and its rescued copies."""
-    read, reason = [], ""
-    for path in paths:
-        try:
-            read.append((contents(path), path))
-        except ConfigError as error:
-            reason = str(error).removesuffix(".")
-    if reason or not read:
-        return replace(known, note=reason, ledger_missing=True)
-    found, path = max(read, key=lambda pair: len(pair[0].ledger))
+def _from_ledger(known: RunCost, path: Path) -> RunCost:
+    try:
+        found = contents(path)
+    except ConfigError as error:
+        return replace(known, note=str(error).removesuffix("."), ledger_missing=True)
     ledger = found.ledger
     if ledger.lost is not None:
         note = f"its ledger has lost lines: {ledger.lost}"

@@ -4,7 +4,6 @@ import copy
 import errno
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,15 +61,6 @@ def reserve_disk_space(module: nn.Module, path: Path) -> Iterator[None]:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-
-
-def save_to_temporary_file(module: nn.Module, metadata: Mapping[str, str]) -> Path:
-    """Writes the weights to a new file in $TMPDIR that only its owner may read."""
-    number, name = tempfile.mkstemp(prefix="dpexp-", suffix=".safetensors")
-    os.close(number)
-    save_weights(module, Path(name), metadata)
-    os.chmod(name, 0o600)
-    return Path(name)
 
 
 def load_weights(module: nn.Module, path: Path) -> None:

@@ -82,23 +82,18 @@ def deleted_with_its_folder(path):
         (deleted_with_its_folder, "commit", "was deleted or moved"),
     ],
 )  # fmt: skip
-def test_a_lost_ledger_stops_the_run_and_is_rescued(writer, lose, act, message, monkeypatch):
-    path, known = writer.path, writer.ledger
+def test_a_lost_ledger_stops_the_run(writer, lose, act, message, monkeypatch):
+    path = writer.path
     if lose is edited_unseen:
         monkeypatch.setattr("dpexp.accounting.ledger.writer._times", lambda found: (0, 0))
-    position, before = writer.position, path.read_bytes()
     lose(path)
     left = path.read_bytes() if path.exists() else None
-    with pytest.raises(ConfigError, match=f"{message}.* its 3 rounds are in .*l.rescued1.jsonl"):
+    with pytest.raises(ConfigError, match=f"{message}.*its 3 rounds count"):
         one_round(writer) if act == "commit" else getattr(writer, act)()
     assert (path.read_bytes() if path.exists() else None) == left, "the new file may be someone else's"
-    rescued = path.with_name("l.rescued1.jsonl")
-    assert read_ledger(rescued) == known == writer.ledger and rescued.read_bytes().startswith(before)
     writer.close()
     with pytest.raises(RuntimeError, match="is closed"):
         one_round(writer)
-    rescued.replace(path)
-    assert resumed(path, position) == 4
 
 
 def test_a_file_that_was_touched_but_not_changed_is_continued(writer):
@@ -107,27 +102,7 @@ def test_a_file_that_was_touched_but_not_changed_is_continued(writer):
         writer.path.touch()
     one_round(writer)
     writer.close()
-    assert read_ledger(writer.path) == writer.ledger and not list(writer.path.parent.glob("*rescued*"))
-
-
-def test_an_older_copy_next_to_a_rescued_ledger_is_not_continued(writer):
-    path, older = writer.path, writer.path.read_bytes()
-    one_round(writer)
-    path.unlink()
-    with pytest.raises(ConfigError, match="rescued1"):
-        one_round(writer)
-    path.write_bytes(older)
-    with pytest.raises(ConfigError, match=r"lacks rounds that .*l\.rescued1\.jsonl holds"):
-        resumed(path)
-    path.write_bytes(path.with_name("l.rescued1.jsonl").read_bytes())
-    assert (resumed(path), resumed(path)) == (5, 6)
-
-
-def test_a_ledger_that_cannot_be_rescued_is_reported(writer):
-    deleted_with_its_folder(writer.path)
-    writer.path.parent.write_text("a file where the folder was")
-    with pytest.raises(ConfigError, match=r"its 3 rounds could not be saved in .*l\.rescued1\.jsonl \(File exists\)"):
-        one_round(writer)
+    assert read_ledger(writer.path) == writer.ledger
 
 
 # Another run's

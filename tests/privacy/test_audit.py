@@ -32,6 +32,12 @@ def adjacency_of(sampling):
     return SAMPLINGS[sampling].get("adjacency") or {"fixed_size": "replace_one", "shuffle": "replace_one"}.get(sampling)
 
 
+def as_planned(found):
+    """Whether the scores are as far apart as claimed, but for chance: four standard errors."""
+    one = check(found, "distance of scores")
+    return abs(one.found - one.planned) < 0.75 * (one.detectable - one.planned)
+
+
 @pytest.mark.parametrize("sampling, mechanism, vectors, allocation", HONEST)
 def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, allocation, tmp_path):
     found = attacked(
@@ -41,7 +47,7 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
     factor = {"replace_one": 2}.get(adjacency_of(sampling), 1)
     mu = factor * (math.sqrt(2) / 2 if sampling == "cyclic_poisson" else 2.0)  # √(two turns, or 16 rounds) / z
     assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
-    assert abs(found.mu_estimate - mu) < 4 * found.mu_error
+    assert as_planned(found)
     for one in found.checks:
         assert abs(one.found - one.planned) < 1.2 * abs(one.detectable - one.planned)
     for group in ("model.0", "model.2"):
@@ -51,7 +57,7 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
 def test_metrics_refute_no_claim(tmp_path):
     found = attacked(tmp_path, **RELEASED["metrics"])
     assert not found.exceeded
-    assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
+    assert as_planned(found)
 
 
 def test_correlated_noise_refutes_no_claim(tmp_path):
@@ -59,7 +65,7 @@ def test_correlated_noise_refutes_no_claim(tmp_path):
     found = attacked(tmp_path, adjacency="replace_one", **audited.FULL_CYCLES, **RELEASED["adaptive"])
     assert not found.exceeded
     assert found.mu_claimed == pytest.approx(2.0, rel=1e-3)  # 2 √4 participations / z
-    assert 0.85 * 2 < found.mu_estimate < 2 + 4 * found.mu_error
+    assert check(found, "distance of scores").found > 0.85 * 2
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ def test_a_clip_rule_refutes_no_claim(clip_rule, mechanism, tmp_path):
     """A canary is as long as the rule lets it contribute the most; one without a bound is bounded all the same."""
     found = attacked(tmp_path, clip_rule=clip_rule, **MECHANISMS[mechanism])
     assert not found.exceeded
-    assert abs(found.mu_estimate - 2) < 4 * found.mu_error
+    assert as_planned(found)
 
 
 JOINT = MECHANISMS["joint"]
@@ -149,19 +155,19 @@ def test_custom_modules_data_and_collate_functions_are_audited(tmp_path):
     found = attacked(
         tmp_path, module=Named, data=NamedData, group=groups.flat(), sampling="poisson", q=0.5
     )  # fmt: skip
-    assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
+    assert not found.exceeded and as_planned(found)
 
 
 def test_another_type_is_audited(tmp_path):
     found = attacked(tmp_path, precision="bf16-true")
-    assert not found.exceeded and abs(found.mu_estimate - 2) < 4 * found.mu_error
+    assert not found.exceeded and as_planned(found)
 
 
 def test_a_schedule_is_audited(tmp_path):
     factors = {"z": [2, 1], "q": [1, 2], "S": [1, 3]}
     choices = {"sampling": "poisson", "q": 0.4, "steps": 2, "noise_multiplier": 1.0, "schedules": factors}
     found = attacked(tmp_path, **choices)
-    assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
+    assert not found.exceeded and as_planned(found)
 
 
 SMALL = ("model=logistic", "sampling.steps=2", "sampling=full_batch", "audit.num_canaries=1000", "privacy.noise_seed=1")
@@ -184,7 +190,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     assert of_samples.queries[0].sigma == pytest.approx(0.05 * of_plan.queries[0].S)
     client = store_of(output.parents[2])
     run = client.get_run(result["mlflow_run_id"])
-    assert run.data.metrics["with audit mu_estimate"] == pytest.approx(result["audit"]["mu_estimate"])
+    assert run.data.metrics["with audit mu_at_least"] == pytest.approx(result["audit"]["mu_at_least"])
     assert run.info.status == "FINISHED"
     assert "audit.png" in {file.path for file in client.list_artifacts(run.info.run_id)}
 

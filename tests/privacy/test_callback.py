@@ -374,7 +374,6 @@ def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_pa
     with pytest.raises(ConfigError, match="was edited while its run was writing it, so training stops; its 5 rounds"):
         trainer(privacy, edit).fit(module, Data())
     assert edit.released == 5
-    assert len(read_ledger(tmp_path / "l.rescued1.jsonl")) == 5
 
 
 # Refusals, before anything is released

@@ -142,20 +142,29 @@ def test_records_with_other_labels_are_not_counted(noise, label):
         _total("it", own, (), DataLoader(Uneven(x[:0], y[:0], [(x[0], label)] * 3)), 16, KeyStream())
 
 
+def test_a_vector_that_is_not_finite_or_too_long_moves_a_sum_by_at_most_s():
+    """And changes no other record's part."""
+    own, (x, y) = made("standardize"), records()
+    honest, kept = own.vector, total(own, x[y != 3], y[y != 3])
+    own.vector = lambda x, y: torch.where(y == 3, math.nan, honest(x, y))
+    assert torch.allclose(total(own, x, y), kept, rtol=1e-12)
+    own.vector = lambda x, y: torch.where(y == 3, 1e30, honest(x, y))
+    assert (total(own, x, y) - kept).norm() == pytest.approx(own.S * (y == 3).sum().item(), rel=1e-9)
+
+
 @pytest.mark.parametrize(
-    "of_many",
+    "vector, wrong",
     [
-        lambda sums: sums.long(), lambda sums: sums[:-1], lambda sums: sums.sum(), lambda sums: sums.expand(2, -1),
-        lambda sums: sums.tolist(), lambda sums: sums * math.nan, lambda sums: sums + 1j,
+        (lambda x, y: x.flatten()[:1], "1 numbers instead of d=6"),
+        (lambda x, y: torch.zeros(6) if y.item() else torch.ones(6), "vmap"),
+        (lambda x, y: (x.flatten()[:4], x[0]), "7 numbers instead of d=6"),
     ],
-)  # fmt: skip
-def test_a_sum_that_is_not_d_finite_real_numbers_is_dropped(of_many):
-    """Without the other records of its batch."""
+)
+def test_a_vector_of_another_length_or_that_branches_on_a_record_is_refused(vector, wrong):
     own = made("standardize")
-    honest = own.sums
-    own.sums = lambda x, y: of_many(honest(x, y)) if bool((y == 3).any()) else honest(x, y)
-    x, y = records()
-    assert torch.allclose(total(own, x, y), honest(x[y != 3], y[y != 3]), rtol=1e-12)
+    own.vector = vector
+    with pytest.raises(ConfigError, match=f"no record can be used: .*{wrong}"):
+        total(own, *records())
 
 
 def test_errors_that_quote_records_are_not_published(tmp_path):
@@ -189,7 +198,7 @@ def test_the_sums_are_those_of_one_record_at_a_time():
     found = total(made("pca"), x, y).numpy()
     assert np.allclose(found, covariance[upper] * weights, rtol=1e-9)
     assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(covariance), rel=1e-9), "Frobenius"
-    assert np.array_equal(total(made("laplace_counts"), x, y), counts)
+    assert np.allclose(total(made("laplace_counts"), x, y), counts, rtol=1e-12)
     found = total(made("whiten"), x, y).numpy()
     i, j = np.triu_indices(3)
     assert np.allclose(
@@ -501,7 +510,7 @@ def test_a_training_resumed_during_preprocessing_does_the_rest(tmp_path):
 
     plan = plan_of(module_of(pca=made("pca"), counts=made("laplace_counts")), n=N, q=0.2, steps=2, noise_multiplier=1)
     module = module_of(pca=made("pca"), counts=made("laplace_counts"))
-    module.model.preprocessing["counts"].sums = interrupt
+    module.model.preprocessing["counts"].vector = interrupt
     with pytest.raises(ConfigError, match="no record can be used"):
         fit(tmp_path, module, plan, callbacks=[Saving(tmp_path / "c.ckpt")])
     assert [round_.queries[0].query for round_ in read_ledger(tmp_path / "l.jsonl").rounds] == ["pca"]
@@ -523,7 +532,7 @@ def test_what_is_refused_is_refused_before_anything_is_released(tmp_path):
 
 def test_a_plan_for_another_module_is_refused(tmp_path):
     plan = plan_of(module_of(counts=made("laplace_counts")), n=N, q=0.2, steps=2, noise_multiplier=1.0)
-    with pytest.raises(ConfigError, match=r"preprocessing counts \(laplace, S = 1\), and this one has others"):
+    with pytest.raises(ConfigError, match=r"preprocessing counts \(laplace, S = 1.0, .*\), and this one has others"):
         fit(tmp_path, module_of(others=made("laplace_counts")), plan)
 
 

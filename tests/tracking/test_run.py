@@ -123,7 +123,7 @@ def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("tracking, rounds", [("mlflow", 3), ("none", 4)])
-def test_a_run_that_loses_its_ledger_stops_and_says_where_the_rounds_are(
+def test_a_run_that_loses_its_ledger_stops_and_says_how_many_rounds_count(
     dpexp_job, tmp_path, monkeypatch, tracking, rounds
 ):
     """Before the next release, or after the last of four."""
@@ -135,16 +135,11 @@ def test_a_run_that_loses_its_ledger_stops_and_says_where_the_rounds_are(
             self.path.write_bytes(b"") if tracking == "mlflow" else self.path.unlink()
 
     monkeypatch.setattr(LedgerWriter, "commit", losing)
-    with pytest.raises(
-        SystemExit, match=f"while its run was writing it, so training stops; its {rounds} rounds are in"
-    ):
+    with pytest.raises(SystemExit, match=f"while its run was writing it, so training stops; its {rounds} rounds count"):
         dpexp_job(*QUICK, f"tracking={tracking}")
-    (rescued,) = tmp_path.glob("outputs/*/*/ledger.rescued1.jsonl")
-    assert len(read_ledger(rescued)) == rounds
     if tracking == "mlflow":
         run = only_run(tmp_path)
-        assert run.info.status == "FAILED" and "its 3 rounds are in" in run.data.tags["dpexp.error"]
-        assert "ledger.rescued1.jsonl" in artifacts(tmp_path, run)
+        assert run.info.status == "FAILED" and "its 3 rounds count" in run.data.tags["dpexp.error"]
 
 
 def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, capsys, recwarn):

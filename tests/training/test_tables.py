@@ -1,4 +1,4 @@
-"""Tables of one's own: schemas, encoding, private release of a schema's facts, training, prediction."""
+"""Tables of one's own: schemas, encoding, training, prediction."""
 
 import bz2
 import gzip
@@ -18,12 +18,10 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
-from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import predict
 from dpexp.commands.schema import schema
 from dpexp.errors import ConfigError
-from dpexp.privacy.table_ranges import TableRanges
 from dpexp.training.classifier import _metrics_of_all
 from dpexp.training.data import Table, raw
 from dpexp.training.data.raw import texts_of
@@ -217,14 +215,6 @@ def test_a_schema_guesses_kinds_and_says_what_it_ignores_or_asks(table, capsys):
     assert (table / "many.yaml").exists() and filled["c16"]["values"] == ["$1", "$2"]
 
 
-def test_a_released_range_is_of_numbers_as_the_schema_reads_them(table):
-    rows(240).assign(age=[f"{k % 3 + 1},234.5" for k in range(240)]).to_csv("train.csv", index=False)
-    content = {"rows": None, "columns": columns(age={"kind": "number", "min": None, "max": None, "thousands": ","})}
-    (table / "mine.yaml").write_text(yaml.safe_dump(content))
-    age = schema(["data.path=train.csv", "data.schema=mine.yaml", "epsilon=5"])["columns"]["age"]
-    assert (age["min"], age["max"]) == (1024, 4096)
-
-
 def compressed(name, content):
     return {"gz": gzip.compress, "bz2": bz2.compress}.get(name.rpartition(".")[2], bytes)(content)
 
@@ -384,8 +374,6 @@ def test_numbers_are_predicted_in_their_own_unit(table, dpexp_job):
 def test_a_row_or_a_person_more_moves_the_released_sum_by_at_most_s(table, dpexp_job, person):
     content = {"rows": 240, "persons": 80, "columns": COLUMNS}
     unit = ("privacy_unit=user",) if person == "name" else ()
-    if person == "row":
-        content["released"] = {"ranges": 1, "noise_multiplier": 3.0}
     (table / "schema.yaml").write_text(yaml.safe_dump(content))
     weights = []
     for first in (0, 1 if person == "row" else 3):
@@ -398,43 +386,6 @@ def test_a_row_or_a_person_more_moves_the_released_sum_by_at_most_s(table, dpexp
     moved = math.sqrt(sum(float((weights[0][name] - weights[1][name]).double().square().sum()) for name in weights[0]))
     n = 240 if person == "row" else 80
     assert 0.01 < moved * n <= 1.0001
-
-
-def test_a_released_schema_begins_the_ledger_of_each_job_with_it(table, dpexp_job):
-    schema(["data.path=train.csv", "out=mine.yaml"])
-    content = schema(["data.path=train.csv", "data.schema=mine.yaml", "epsilon=0.5"])
-    before = read_ledger(table / "mine.ledger.jsonl")
-    (table / "copy.yaml").write_text((table / "mine.yaml").read_text())
-    for again in ("mine", "copy"):
-        with pytest.raises(ConfigError, match=f"data.schema={again}.yaml is released already"):
-            schema(["data.path=train.csv", f"data.schema={again}.yaml", "epsilon=0.5"])
-    assert not (table / "copy.ledger.jsonl").exists()
-    with pytest.raises(ConfigError, match="epsilon needs"):
-        schema(["data.path=train.csv", "epsilon=0.5"])
-    assert epsilon(before, 1e-6) == pytest.approx(0.5, rel=1e-4) and epsilon(before, 1e-6) <= 0.5
-    assert abs(content["rows"] - 240) < 80 and content["columns"]["ill"]["values"] is None
-    content["columns"] = COLUMNS | {"age": content["columns"]["age"]}
-    (table / "mine.yaml").write_text(yaml.safe_dump(content))
-    dpexp_job(*CSV, "data.schema=mine.yaml", "sampling.steps=3", "privacy.delta=1e-5", "sampling.sampling_rate=0.2")
-    ledger = read_ledger(output_of(table) / "ledger.jsonl")
-    (ours,), (theirs,) = ([r.one_time_query for r in one.rounds if r.one_time_query] for one in (ledger, before))
-    assert (ours.S, ours.scale, ours.query) == (theirs.S, theirs.scale, "schema")
-    assert abs(ours.S - 2**0.5) < 1e-12
-    assert 2.9 < epsilon(ledger, 1e-5) <= 3
-
-
-def test_a_row_moves_the_counts_of_a_release_by_its_sensitivity():
-    random, step = np.random.default_rng(0), TableRanges(3, noise_multiplier=1.0)
-    values = random.normal(size=(3, 50)) * 10.0 ** random.integers(-4, 12, (3, 50))
-    values[0, :5] = [math.nan, math.inf, 0, -1, 1e300]
-    total = step.sums_of([*values], 50)
-    for k in range(49):
-        less = step.sums_of([*np.delete(values, k, 1)], 49)
-        other = step.sums_of([*np.delete(values, k + 1, 1)], 49)
-        assert (total - less).norm() <= step.S + 1e-9 and (less - other).norm() <= step.replace_sensitivity + 1e-9
-    assert step.ranges(step.sums_of([np.full(50, 37.0), np.full(50, -3.0), np.zeros(50)], 50), 1.0) == [
-        (32.0, 64.0), (-4.0, -2.0), (0.0, 2.0**-10),
-    ]  # fmt: skip
 
 
 def test_a_new_schema_is_empty_and_one_of_the_rows_is_not_private(table, dpexp_job):
@@ -518,6 +469,7 @@ WRONG_SCHEMAS = [
         "columns.age.kind=integer must be one of number, category, date, ignored",
     ),
     ({"rows": 9, "columns": columns(age=None)}, "columns.age.kind=None"),
+    ({"rows": 9, "released": {"ranges": 1}, "columns": COLUMNS}, "is no longer accounted for; fill in public facts"),
     ({"rows": 9, "columns": columns(colour={"kind": "category"})}, "columns.colour.values is empty"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": []})}, "must be different texts"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": "red"})}, "must be a list of texts"),

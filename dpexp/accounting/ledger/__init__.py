@@ -29,16 +29,14 @@ were continued from copies of a folder both count all of their common rounds.
 
 *While a run writes.* Before each line, the file must still be the one written so far: the same file, of the same size,
 and, if its timestamps changed, with the same bytes. At every checkpoint and at the end all bytes are compared. If the
-file does not match, the rounds written so far are saved to a new file, byte by byte.
+file does not match, the run stops before it releases anything more.
 
-A reader refuses anything that it does not know or that is not consistent. Version 1, without line numbers, links and
-closing line, is read but not continued.
+A reader refuses anything that it does not know or that is not consistent.
 """
 
 from dpexp.accounting.ledger.events import (
     ADJACENCIES,
     POLICIES,
-    DiscreteSumQueryEvent,
     Ledger,
     OneTimeQueryEvent,
     ParallelQueryEvent,
@@ -53,7 +51,7 @@ from dpexp.accounting.ledger.reader import contains_lines, incomplete_reason, le
 from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
 
 __all__ = [
-    "ADJACENCIES", "POLICIES", "DiscreteSumQueryEvent", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
+    "ADJACENCIES", "POLICIES", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
     "ParallelQueryEvent", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
     "incomplete_reason", "ledger_so_far", "rate_in_part", "read_ledger", "write_ledger",
 ]  # fmt: skip

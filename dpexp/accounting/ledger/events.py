@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from dpexp.errors import ConfigError
 
@@ -166,45 +166,6 @@ class SumQueryEvent:
         return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
 
 
-SMOOTHING = 64  # t²
-
-
-@dataclass(frozen=True)
-class DiscreteSumQueryEvent:
-    """A sum query on integers with discrete Gaussian noise (Canonne, Kamath & Steinke 2020, arXiv 2004.00010), which
-    ledgers of earlier versions have: read and accounted, never written.
-
-    Vectors of multiples of `grid` were summed, of squared L2 norm at most S2·grid². To each coordinate of the sum, an
-    independent N·grid with P(N = k) ∝ e^(-k²/2σ²), σ² = `sigma2`, was added. It costs no more than the Gaussian sum
-    query with the same S² and variance σ² - t², t² = 64: [proof](../mathematics.md#discrete-gaussian-noise).
-    """
-
-    group: str
-    grid: float
-    S2: int
-    sigma2: int
-
-    noise: ClassVar[str] = "discrete gaussian"
-
-    def __post_init__(self) -> None:
-        owner = f"group {self.group!r}"
-        _check_name("group", self.group)
-        _check_positive(owner, grid=self.grid)
-        for name, value, least in (("S2", self.S2, 1), ("sigma2", self.sigma2, 2 * SMOOTHING)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{owner}: {name}={value!r} must be a whole number of at least {least}.")
-        if max(self.S2, self.sigma2) > min(self.S2, self.sigma2) * int(LARGEST_Z) ** 2:
-            raise ConfigError(
-                f"{owner}: S2/sigma2={self.S2}/{self.sigma2} must lie between 1e-16 and 1e16, beyond which accounting "
-                "loses its digits."
-            )
-
-    @property
-    def squared_ratio(self) -> float:
-        """(S/σ̃)² of the equivalent Gaussian sum query."""
-        return self.S2 / (self.sigma2 - SMOOTHING)
-
-
 LAWS = ("gaussian", "laplace")
 
 
@@ -289,7 +250,7 @@ class ParallelQueryEvent:
         return max(worst, sum(two) if self.noise == "laplace" else math.hypot(*two))
 
 
-Query = SumQueryEvent | DiscreteSumQueryEvent | OneTimeQueryEvent | ParallelQueryEvent
+Query = SumQueryEvent | OneTimeQueryEvent | ParallelQueryEvent
 
 
 @dataclass(frozen=True)

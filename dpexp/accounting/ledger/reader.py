@@ -1,6 +1,7 @@
 """Reads ledger files. The package's docstring describes the format."""
 
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +11,6 @@ from typing import Any
 
 from dpexp.accounting.ledger.events import (
     ADJACENCIES,
-    DiscreteSumQueryEvent,
     Ledger,
     OneTimeQueryEvent,
     ParallelQueryEvent,
@@ -24,6 +24,7 @@ from dpexp.accounting.ledger.integrity import VERSION, Chain, end_of, missing, r
 from dpexp.errors import ConfigError
 
 NEWLINE, BRACE = b"\n{"
+SMOOTHING = 64  # t²
 
 
 def read_ledger(path: str | Path) -> Ledger:
@@ -63,12 +64,12 @@ def contains_lines(written: bytes, other: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a ledger file. `specs` are by number; `chain` is of all complete lines, None for version 1."""
+    """The contents of a ledger file. `specs` are by number; `chain` is of all complete lines."""
 
     ledger: Ledger
     header: dict[str, Any]
     specs: dict[int, Round]
-    chain: Chain | None
+    chain: Chain
 
 
 def contents(path: Path) -> Contents:
@@ -80,15 +81,13 @@ def contents(path: Path) -> Contents:
             first = file.readline()
             header = _parse(f"{path}, line 1", first) if first.endswith(b"\n") else {}
             version = header.get("dpexp_ledger") if isinstance(header, dict) else None
-            if version not in (1, VERSION):
-                raise ConfigError(f"{path} is not a dpexp ledger of version 1 or {VERSION}.")
-            read = _version_1(path, header, file) if version == 1 else _version_2(path, first, file)
+            if version != VERSION:
+                raise ConfigError(f"{path} is not a dpexp ledger of version {VERSION}.")
+            read = _read(path, first, file)
     except OSError as error:
         raise ConfigError(f"the ledger {path} cannot be read ({error.strerror}).") from error
     name = end_of(path).name
-    if version == 1:
-        unverified = "it is of version 1, which is not closed, so that lines may be missing at its end"
-    elif end:
+    if end:
         unverified = f"if it and {name} were both restored to an earlier state, nothing would show it"
     else:
         unverified = f"there is no {name} next to it, so that it may have been cut at an earlier closing line"
@@ -97,25 +96,7 @@ def contents(path: Path) -> Contents:
     return replace(read, ledger=ledger)
 
 
-def _version_1(path: Path, header: dict[str, Any], file: Iterable[bytes]) -> Contents:
-    """{"round": spec} for a round; no line numbers, links or closing line."""
-    builder = _LedgerBuilder(path, header)
-    lines = Counter(file)
-    partial = any(not line.endswith(b"\n") for line in lines)
-    for line, count in lines.items():
-        if not line.endswith(b"\n"):
-            continue
-        entry = _parse(str(path), line)
-        if _keys(entry) == ["queries", "sampling", "spec"]:
-            builder.add_spec(str(path), entry, count)
-        elif _keys(entry) == ["round"]:
-            builder.add_rounds(str(path), entry["round"], count)
-        else:
-            raise ConfigError(f"{path} holds a line that is neither a spec nor a round: {line[:60]!r}.")
-    return builder.contents(incomplete=partial or not lines)
-
-
-def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
+def _read(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
     chain = Chain()
     builder = _LedgerBuilder(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
     counts: dict[bytes, int] = {}  # by spec, as round lines name it
@@ -134,7 +115,7 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
         where = f"{path}, line {chain.lines}"
         entry = _linked(where, line, chain.lines, link)
         if _keys(entry) == ["line", "link", "queries", "sampling", "spec"]:
-            if entry["spec"] != chain.specs:
+            if not is_integer(entry["spec"]) or entry["spec"] != chain.specs:
                 raise ConfigError(f"{where}: round spec {entry['spec']!r} is out of turn; the next is {chain.specs}.")
             builder.add_spec(where, entry)
             chain.specs += 1
@@ -151,9 +132,9 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
         else:
             raise ConfigError(f"{where} is no spec, no round of an earlier spec and no closing line: {line[:60]!r}.")
     for spec, count in counts.items():
-        builder.add_rounds(str(path), int(spec), count)
+        builder.add_rounds(int(spec), count)
     chain.rounds = sum(counts.values())
-    return builder.contents(incomplete=partial or closed_at != chain.lines, chain=chain)
+    return builder.contents(partial or closed_at != chain.lines, chain)
 
 
 def _linked(where: str, line: bytes, number: int, link: bytes) -> Any:
@@ -207,19 +188,15 @@ class _LedgerBuilder:
         self._specs: dict[int, Round] = {}
         self._rounds: Counter[Round] = Counter()
 
-    def add_spec(self, where: str, entry: dict[str, Any], times: int = 1) -> None:
+    def add_spec(self, where: str, entry: dict[str, Any]) -> None:
         """Adds a spec, if it agrees with the sampling that the header says was planned."""
         number = entry["spec"]
-        if not is_integer(number):
-            raise ConfigError(f"{where}: a round spec is numbered {number!r}, not by a whole number.")
-        if number in self._specs or times > 1:
-            raise ConfigError(f"{where}: round spec {number} is defined twice.")
         try:
             sampling = SamplingEvent(**entry["sampling"])
             if not isinstance(entry["queries"], list) or not entry["queries"]:
                 raise TypeError("queries must be a list of at least one")
             self._specs[number] = Round(sampling, tuple(_query(**query) for query in entry["queries"]))
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ConfigError(f"{where}: round spec {number} is not understood ({error}).") from error
         except ConfigError as error:
             raise ConfigError(f"{where}: round spec {number}: {error}") from error
@@ -240,13 +217,11 @@ class _LedgerBuilder:
             raise ConfigError(f"{where}: not_private {reason!r} is not understood.")
         self._not_private = self._not_private or reason
 
-    def add_rounds(self, where: str, spec: Any, times: int) -> None:
-        if not is_integer(spec) or spec not in self._specs:
-            raise ConfigError(f"{where} names round spec {spec!r}, which it has not defined before.")
+    def add_rounds(self, spec: int, times: int) -> None:
         if times:
             self._rounds[self._specs[spec]] += times
 
-    def contents(self, incomplete: bool, chain: Chain | None = None) -> Contents:
+    def contents(self, incomplete: bool, chain: Chain) -> Contents:
         reason = self._header.get("not_private") or self._not_private
         ledger = Ledger(self._header["adjacency"], dict(self._rounds), incomplete, reason, self._header.get("record"))
         return Contents(ledger, self._header, self._specs, chain)
@@ -260,7 +235,15 @@ def _query(**facts: Any) -> Query:
         return OneTimeQueryEvent(**facts)
     if isinstance(facts.get("bands"), list):
         facts["bands"] = tuple(facts["bands"])
-    return DiscreteSumQueryEvent(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
+    return _in_integers(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
+
+
+def _in_integers(group: str, grid: float, S2: int, sigma2: int) -> SumQueryEvent:
+    """The Gaussian sum query that costs as much as one on integers, which ledgers of earlier versions may have
+    (docs/mathematics.md, discrete Gaussian noise)."""
+    if not (type(S2) is type(sigma2) is int and S2 >= 1 and sigma2 >= 2 * SMOOTHING):
+        raise ConfigError(f"group {group!r}: S2={S2!r} and sigma2={sigma2!r} must be whole numbers above 0 and 127.")
+    return SumQueryEvent(group, grid * math.sqrt(S2), grid * math.sqrt(sigma2 - SMOOTHING))
 
 
 def _parse(where: str, line: bytes) -> Any:

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
 from dpexp.accounting.ledger.integrity import Chain, end_of, write_end
-from dpexp.accounting.ledger.reader import contains_lines, contents
+from dpexp.accounting.ledger.reader import contents
 from dpexp.errors import ConfigError
 
 try:
@@ -38,7 +38,7 @@ class LedgerWriter:
 
     Raises:
         ConfigError: the file exists, is written by another process, or cannot be written; or the one to resume does not
-            exist, is damaged, lacks rounds of a rescued ledger, or belongs to another plan or run.
+            exist, is damaged, or belongs to another plan or run.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class LedgerWriter:
         if not_private_reason is not None:
             self._header["not_private"] = not_private_reason
         self._chain = Chain()  # of the lines in the file
-        self._written = bytearray()  # their bytes, to be rescued if the file is lost
         self._closed = False  # the last line is a closing line
         self._times: tuple[int, int] | None = None  # of the file after the last write; None: compare its bytes
         self._specs: dict[Round, int] = {}
@@ -123,11 +122,6 @@ class LedgerWriter:
 
     def _continue(self, position: Mapping[str, Any] | None) -> None:
         before = contents(self.path)
-        if before.chain is None:
-            raise ConfigError(
-                f"ledger={self.path} is of version 1, which is read but not continued; resume with the dpexp that "
-                "began it, or begin a new run and account for both."
-            )
         if before.ledger.lost is not None:
             raise ConfigError(
                 f"ledger={self.path} has lost lines ({before.ledger.lost}); replace it with a complete copy, such as "
@@ -151,16 +145,10 @@ class LedgerWriter:
                 f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written by then, so "
                 "it is another run's or was changed since; resume with the ledger of the run that made the checkpoint."
             )
-        for rescued in sorted(self.path.parent.glob(f"{self.path.stem}.rescued*{self.path.suffix}")):
-            if not contains_lines(written, rescued.read_bytes()):
-                raise ConfigError(
-                    f"ledger={self.path} lacks rounds that the same run released and {rescued} holds; replace it with "
-                    "that file."
-                )
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
-        self._chain, self._written = before.chain, bytearray(written)
-        self._not_private_reason, self._closed = before.ledger.not_private_reason, not before.ledger.incomplete
+        self._chain, self._closed = before.chain, not before.ledger.incomplete
+        self._not_private_reason = before.ledger.not_private_reason
         os.ftruncate(self._file.fileno(), self._chain.size)
 
     def _refuse_plan(self, begun: str, planned: str) -> NoReturn:
@@ -190,7 +178,7 @@ class LedgerWriter:
 
         Raises:
             ConfigError: the round could not be written, such as on a full disk, or the file is no longer the one
-                written so far; then the committed rounds are rescued into a new file.
+                written so far.
         """
         if self._sampling is None or not self._queries:
             raise RuntimeError("a round needs a sampling event and at least one sum query event.")
@@ -223,7 +211,6 @@ class LedgerWriter:
             while left:
                 left = left[os.write(self._file.fileno(), left) :]
             self._times = _times(os.fstat(self._file.fileno()))
-            self._written[self._chain.size :] = lines
             self._chain = chain
         except BaseException:
             with suppress(OSError):
@@ -249,25 +236,13 @@ class LedgerWriter:
             what = "was deleted or moved" if gone else f"cannot be reached ({error.strerror})"
         self._file.close()
         raise ConfigError(
-            f"ledger={self.path} {what} while its run was writing it, so training stops; {self._rescued()}."
+            f"ledger={self.path} {what} while its run was writing it, so training stops; its {self._chain.rounds} "
+            "rounds count, although the file may lack them."
         )
 
     def _content(self) -> bytes:
         self._file.seek(0)
         return self._file.readall()
-
-    def _rescued(self) -> str:
-        """Writes the committed lines to a new file next to the lost one, and describes the result."""
-        number, rounds = 1, self._chain.rounds
-        while (path := self.path.with_name(f"{self.path.stem}.rescued{number}{self.path.suffix}")).exists():
-            number += 1
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                file.write(self._written[: self._chain.size] + self._chain.copy().closing())
-        except OSError as error:
-            return f"its {rounds} rounds could not be saved in {path} ({error.strerror})"
-        return f"its {rounds} rounds are in {path}"
 
     def sync(self) -> None:
         """Compares every byte of the file, and flushes it to disk. Raises as `commit`."""

@@ -4,9 +4,9 @@ from dpexp.training.data.datasets import Adult, Cifar10, Digits, FashionMnist, M
 from dpexp.training.data.features import Backbone, Features, Joined, RandomFeatures, Scattering
 from dpexp.training.data.images import HuggingFace, Images
 from dpexp.training.data.tables import Table
-from dpexp.training.data.text import Plays, Shakespeare
+from dpexp.training.data.text import Shakespeare
 
 __all__ = [
     "Adult", "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "HuggingFace", "Images", "Joined",
-    "Mnist", "Plays", "RandomFeatures", "Scattering", "Shakespeare", "Synthetic", "Table", "TensorData",
+    "Mnist", "RandomFeatures", "Scattering", "Shakespeare", "Synthetic", "Table", "TensorData",
 ]  # fmt: skip

@@ -239,7 +239,7 @@ def _days(value: Any, form: str | None = None) -> float:
 
 
 def facts_of(schema: str | None, target: str | None, person: str | None) -> dict[str, Any]:
-    """What a schema file says: `columns` of a `Table`, `n`, `users`, `shape` and `classes`, and `released`.
+    """What a schema file says: `columns` of a `Table`, `n`, `users`, `shape`, `classes` and `unsafe`.
 
     Raises:
         ConfigError: the file is no schema, or something that is needed is empty; names it.
@@ -258,6 +258,8 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
             raise ConfigError(f"data.{key}={name} is no column of {schema}; its columns are {', '.join(columns)}.")
     for name, facts in columns.items():
         _check_facts(f"{schema}: columns.{name}", facts, name == target)
+    if content.get("released"):
+        raise ConfigError(f"{schema}: released={content['released']} is no longer accounted for; fill in public facts.")
     counted = ["rows"] if person == "row" else ["rows", "persons"]
     for key in counted:
         if not isinstance(content.get(key), int) or content[key] < 1:
@@ -271,7 +273,7 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
     return {
         "columns": columns, "n": content["rows"], "users": content["persons"] if person != "row" else None,
         "shape": [features], "classes": len(columns[target].get("values") or [0]),
-        "released": content.get("released"), "unsafe": bool(content.get("unsafe")),
+        "unsafe": bool(content.get("unsafe")),
     }  # fmt: skip
 
 

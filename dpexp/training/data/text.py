@@ -1,4 +1,4 @@
-"""Tiny Shakespeare (Karpathy 2015): characters by speaker, and speeches labelled by play."""
+"""Tiny Shakespeare (Karpathy 2015): characters by speaker."""
 
 import re
 
@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from dpexp.training.data.datasets import TensorData, standard_file
-from dpexp.training.models import tokens
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 IGNORED = -100  # label that cross entropy ignores
 _TEST_SPEAKERS = 10  # every tenth
-_TEST_SPEECHES = 5  # every fifth
 
 
 class Shakespeare(TensorData):
@@ -57,42 +55,3 @@ def windows(texts: list[str], length: int) -> tuple[Tensor, Tensor, Tensor]:
         ys.append(y.view(count, length))
         users += [user] * count
     return torch.cat(xs), torch.cat(ys), torch.tensor(users)
-
-
-# The plays in the file's order, with the first words of each.
-PLAYS = {
-    "Coriolanus": "Before we proceed any further",
-    "Richard III": "Now is the winter of our discontent",
-    "Richard II": "Old John of Gaunt, time-honour'd Lancaster",
-    "Romeo and Juliet": "Gregory, o' my word",
-    "Henry VI, part 3": "I wonder how the king escaped",
-    "The Winter's Tale": "If you shall chance, Camillo",
-    "Measure for Measure": "Escalus.",
-    "The Taming of the Shrew": "I'll pheeze you",
-    "The Tempest": "Boatswain!",
-}
-
-
-class Plays(TensorData):
-    """Speeches of at least 40 characters, as MiniLM's tokens [N, length], with the index of the play [N] in `PLAYS`.
-
-    Longer speeches are cut off. Every fifth speech is in the test set.
-    """
-
-    def __init__(self, root: str, length: int = 32, batch_size: int = 64, num_workers: int = 0) -> None:
-        speeches, plays = zip(*speeches_of_plays(standard_file(root, URL, MD5).read_text()), strict=True)
-        x, y = tokens(list(speeches), length), torch.tensor(plays)
-        in_test = torch.arange(len(speeches)) % _TEST_SPEECHES == 0
-        super().__init__((x[~in_test], y[~in_test]), (x[in_test], y[in_test]), batch_size, num_workers)
-
-
-def speeches_of_plays(text: str, min_length: int = 40) -> list[tuple[str, int]]:
-    """Each speech of at least `min_length` characters, without the speaker's name, and the index of its play."""
-    found, play, first_words = [], -1, list(PLAYS.values())
-    for speech in re.split(r"\n\n+", text.strip()):
-        lines = " ".join(speech.partition("\n")[2].split())
-        if play + 1 < len(first_words) and lines.startswith(first_words[play + 1]):
-            play += 1
-        if len(lines) >= min_length:
-            found.append((lines, play))
-    return found
