@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,9 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+_round = lru_cache(typed=True)(Round)  # equal ones follow one another
 
 
 class LedgerWriter:
@@ -182,7 +186,7 @@ class LedgerWriter:
         """
         if self._sampling is None or not self._queries:
             raise RuntimeError("a round needs a sampling event and at least one sum query event.")
-        round_ = Round(self._sampling, tuple(self._queries))
+        round_ = _round(self._sampling, tuple(self._queries))
         chain = self._chain.copy()
         spec = self._specs.get(round_, chain.specs)
         described = b"" if round_ in self._specs else chain.spec(round_)
