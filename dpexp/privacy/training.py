@@ -248,7 +248,7 @@ class PrivateTraining:
                 step_digest = engine.step.digest
             else:
                 engine.step.trace_again(loss_of, self._rounds.epoch_began == self.rounds_done)
-            random = engine.step.is_random or not self._rounds.only_rows
+            random = engine.step.is_random or not (self._rounds.only_rows and self._rounds.of_examples)
             with own_randomness(device, self._rounds.randomness) if random else nullcontext():
                 sample_digest = self._process_sample(loss_of, device)
         with self._processes.fail_together():

@@ -9,8 +9,9 @@ import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,15 +23,30 @@ _DEPENDS_ON_DATA = "a branch or a number depends on a record's data"
 
 
 class DataDependent(RuntimeError):
-    """Python code depends on a record's values, so that several records cannot be processed together."""
+    """Python code depends on a record's values, so that several records cannot be processed together.
+
+    Attributes:
+        raised: how many there were, also if the step caught them.
+    """
+
+    raised: ClassVar[int] = 0
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        DataDependent.raised += 1
 
 
 class HiddenNumber:
     """Placeholder for a number that depends on a record, computed from `tensor` (None: it was never computed, as a
-    metric's): it may be logged, and numbers be computed from it; every other use raises `DataDependent`."""
+    metric's): it may be logged, and numbers be computed from it; every other use raises `DataDependent`.
 
-    def __init__(self, tensor: Tensor | None = None) -> None:
-        self.__dict__["tensor"] = tensor
+    For isinstance it is of the class `kind`.
+    """
+
+    __class__ = property(lambda self: self.__dict__["kind"])  # type: ignore[assignment]
+
+    def __init__(self, tensor: Tensor | None = None, kind: type = float) -> None:
+        self.__dict__.update(tensor=tensor, kind=kind)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise DataDependent(f"{_DEPENDS_ON_DATA} ({name})")
@@ -66,13 +82,15 @@ DATA_READS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy,
     Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__repr__, Tensor.__format__,
 }  # fmt: skip
-_MAY_BE_LOGGED = {Tensor.item, Tensor.tolist, Tensor.numpy}
 
 
 def read_value(read: Callable[..., Any], tensor: Tensor) -> Any:
     """A `HiddenNumber` in place of the result of one of `DATA_READS`; raises DataDependent."""
-    if read in _MAY_BE_LOGGED:
-        return HiddenNumber(tensor)
+    if read is Tensor.numpy:
+        return HiddenNumber(tensor, np.ndarray)
+    if read is Tensor.item or (read is Tensor.tolist and not tensor.dim()):
+        whole = not tensor.is_floating_point() and not tensor.is_complex()
+        return HiddenNumber(tensor, bool if tensor.dtype == torch.bool else int if whole else float)
     raise DataDependent(f"{_DEPENDS_ON_DATA} ({read.__name__})")
 
 

@@ -132,7 +132,7 @@ _missing = object()
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and (a == b or (a != a and b != b)))
+    return a is b or (type(a) is type(b) and issubclass(type(a), _PLAIN) and (a == b or (a != a and b != b)))
 
 
 _COUNTERS = ("current_epoch", "global_step", "training", "validating", "testing", "sanity_checking", "should_stop")

@@ -43,8 +43,7 @@ from dpexp.privacy.gradients.per_example import (
     CtcTargetsChecked,
     backward,
     gradients_of_one_record,
-    no_new_seed,
-    signals_deferred,
+    no_seeds,
 )
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -79,7 +78,7 @@ class LocalTrainer:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
                 with parameters_replaced(self._module, weights), parameters_replaced(copy, weights):
-                    with no_new_seed(), CtcTargetsChecked():
+                    with no_seeds(), CtcTargetsChecked():
                         loss = chunk.loss_of(copy, batch)
                     if loss.dim():
                         raise RecordError(ONE_LOSS)
@@ -152,7 +151,7 @@ class OneAtATime:
     def gradients_of(self, chunk: Chunk, i: int, module: nn.Module | None = None) -> ChunkGradients:
         """The vector of record i, and its loss, by a new copy of the module or the one given."""
         module = copy_of(self._module) if module is None else module
-        with signals_deferred(), spectral_norms_fixed(module):
+        with spectral_norms_fixed(module):
             if self._local:
                 found, loss = self._local.vector_of(module, chunk, i)
             else:

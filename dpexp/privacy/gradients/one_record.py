@@ -32,7 +32,7 @@ from dpexp._torch_compat import (
     without_mkldnn,
 )
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.gradients.branches import DATA_READS, read_value
+from dpexp.privacy.gradients.branches import DATA_READS, DataDependent, read_value
 from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
 from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
 from dpexp.privacy.gradients.norms import full_precision
@@ -47,10 +47,9 @@ from dpexp.privacy.gradients.operators import (
 )
 from dpexp.privacy.gradients.per_example import (
     ONE_LOSS,
-    no_new_seed,
+    no_seeds,
     python_random_states,
     refuse_other_parameters,
-    signals_deferred,
 )
 from dpexp.privacy.gradients.recurrent import RecurrentLayersAsOperators
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -232,7 +231,7 @@ class _Tracing:
         self.kept: list[str] = []
 
     def run(self) -> OneRecord:
-        mode, python_random = _Reads(), python_random_states()
+        mode, refused, python_random = _Reads(), DataDependent.raised, python_random_states()
         buffers = [owner for layer in self._copy.modules() for owner in own_tensors(layer)]
         before, held = attributes(self._copy), [dict(owner) for owner in buffers]
         names: list[list[str]] = []
@@ -263,12 +262,12 @@ class _Tracing:
             return [loss.detach(), *gradients.values(), *values.values(), *traced.values()]
 
         with (
-            self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_new_seed(),
-            torch.enable_grad(), torch.compiler.set_stance("force_eager"), signals_deferred(),
+            self._fake, quick_tracing(), without_mkldnn(), distributions_unchecked(), no_seeds(),
+            torch.enable_grad(), torch.compiler.set_stance("force_eager"),
             sdpa_kernel(SDPBackend.MATH) if self._of_gpu else nullcontext(),
         ):  # fmt: skip
             graph = proxy_tensor.make_fx(flat)(*self._state, *self._record)
-        if mode.error is not None:
+        if mode.error is not None or DataDependent.raised > refused:
             raise NotTraceable("training_step catches an error, which may concern only some records") from mode.error
         if python_random_states() != python_random:
             raise NotTraceable("training_step draws by Python's or NumPy's generator, once for all records")

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def gradients_of_one_record(
     for parameter in parameters.values():
         parameter.grad = None
     try:
-        with values.marked() as given, no_new_seed(), CtcTargetsChecked():
+        with values.marked() as given, no_seeds(), CtcTargetsChecked():
             loss = loss_of(module, one)
             if loss.dim():
                 raise RecordError(ONE_LOSS)
@@ -122,15 +123,23 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def no_new_seed() -> Iterator[None]:
-    """Raises ConfigError if torch's generator was seeded in the block; a state may be restored, as by checkpointing."""
+def no_seeds() -> Iterator[None]:
+    """Raises ConfigError if torch's generator is seeded in the block: a graph would draw other numbers each time.
+
+    A state may be restored, as by checkpointing.
+    """
     seed = torch.default_generator.initial_seed()
-    yield
+    with patch.object(torch, "manual_seed", _refuse_seed), patch.object(torch.random, "manual_seed", _refuse_seed):
+        yield
     if torch.default_generator.initial_seed() != seed:
-        raise ConfigError(
-            "model: a random number generator is seeded inside training_step, which makes its random numbers known; "
-            "leave seeding to dpexp, whose generators are secret."
-        )
+        _refuse_seed()
+
+
+def _refuse_seed(*_: Any) -> NoReturn:
+    raise ConfigError(
+        "model: a random number generator is seeded inside training_step, which makes its random numbers known; leave "
+        "seeding to dpexp, whose generators are secret."
+    )
 
 
 _SIGNALS = [

@@ -22,7 +22,7 @@ from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_at_a_time import OneAtATime
 from dpexp.privacy.gradients.one_record import OneRecord, difference, trace_one
 from dpexp.privacy.gradients.operators import NotTraceable
-from dpexp.privacy.gradients.per_example import NO_GRADIENT
+from dpexp.privacy.gradients.per_example import NO_GRADIENT, signals_deferred
 from dpexp.privacy.noise.randomness import own_state
 from dpexp.privacy.sampling.training_data import Memory
 from dpexp.privacy.state_checks import digest_as_integer
@@ -128,18 +128,19 @@ class Step:
             ConfigError: the step fails, keeps state of records, or changes a weight.
         """
         shapes = 1 + len(others)
-        if self.alone.trains_users:
-            self.mode = LOOP
-        elif shapes > _MANY_SHAPES:
-            self.mode, self.reason = LOOP, f"the data's records have too many shapes to trace each. {_PAD}"
-        else:
-            self._try(lambda: self._trace_first(chunk, later, within))
-            if self.mode == TRACED and shapes > _SOME_SHAPES:
-                warnings.warn(
-                    f"data: 16 records have {shapes} shapes. Only those of one shape are processed together, and the "
-                    f"step is traced for each, which is slow. {_PAD}"
-                )
-        self._test_alone([chunk, *others])
+        with signals_deferred():
+            if self.alone.trains_users:
+                self.mode = LOOP
+            elif shapes > _MANY_SHAPES:
+                self.mode, self.reason = LOOP, f"the data's records have too many shapes to trace each. {_PAD}"
+            else:
+                self._try(lambda: self._trace_first(chunk, later, within))
+            self._test_alone([chunk, *others])
+        if self.mode == TRACED and shapes > _SOME_SHAPES:
+            warnings.warn(
+                f"data: 16 records have {shapes} shapes. Only those of one shape are processed together, and the step "
+                f"is traced for each, which is slow. {_PAD}"
+            )
 
     def _try(self, trace: Callable[[], None]) -> None:
         """Decides for `TRACED` if that succeeds."""
@@ -199,8 +200,9 @@ class Step:
         stale = any(graphs.one.specs != graphs.one.inputs.specs() for graphs in self._graphs.values())
         if hooked or stale or (epoch_begins and self._by_epoch):
             chunk = replace(self._reference, loss_of=loss_of)
-            self._try(lambda: self._trace_changed(chunk, epoch_begins))
-            self._test_alone([chunk])
+            with signals_deferred():
+                self._try(lambda: self._trace_changed(chunk, epoch_begins))
+                self._test_alone([chunk])
 
     def _trace_changed(self, chunk: Chunk, epoch_begins: bool) -> None:
         new = self._trace(chunk)
@@ -213,10 +215,7 @@ class Step:
         self._use(new, chunk)
 
     def _graphs_of(self, chunk: Chunk) -> Graphs:
-        """The graphs of a chunk's shape, which is traced when it first occurs, since private records have it.
-
-        How a record is processed would depend on which shapes other records have, if the step had changed since it was
-        traced for them: the usual shape is traced again.
+        """The graphs of a chunk's shape, which is traced when it first occurs.
 
         Raises:
             NotTraceable: records of this shape cannot be traced. ConfigError: the step has changed.
@@ -225,18 +224,8 @@ class Step:
         if key in self._graphs:
             return self._graphs[key]
         if key not in self._refused:
-            usual = self._usual_shape
-            try:
-                one = self._trace(chunk)
-                self._graphs[key] = Graphs(one, chunk, self._clip, self._usual, self._device, usual.synthetic)
-            except _NOT_A_RECORDS_FAULT:
-                raise
-            except Exception as error:
-                shapes = describe([tensor[0] for tensor in chunk.tensors])
-                self._refused[key] = f"training_step cannot be traced for records of {shapes}: {explain(error)}"
-            finally:
-                if difference(usual.one, self._trace(replace(self._reference, loss_of=chunk.loss_of))) is not None:
-                    raise ConfigError(STEP_CHANGED)
+            with signals_deferred():
+                self._trace_new_shape(chunk, key)
         if key in self._refused:
             raise NotTraceable(self._refused[key])
         if len(self._graphs) == _SHAPES_TRACED:
@@ -245,6 +234,25 @@ class Step:
                 "long as many rounds; pad records to a few shapes."
             )
         return self._graphs[key]
+
+    def _trace_new_shape(self, chunk: Chunk, key: Hashable) -> None:
+        """Traces a shape that first occurs in a round, which private records make necessary.
+
+        How a record is processed would depend on which shapes other records have, if the step had changed since it was
+        traced for them: the usual shape is traced again.
+        """
+        usual = self._usual_shape
+        try:
+            one = self._trace(chunk)
+            self._graphs[key] = Graphs(one, chunk, self._clip, self._usual, self._device, usual.synthetic)
+        except _NOT_A_RECORDS_FAULT:
+            raise
+        except Exception as error:
+            shapes = describe([tensor[0] for tensor in chunk.tensors])
+            self._refused[key] = f"training_step cannot be traced for records of {shapes}: {explain(error)}"
+        finally:
+            if difference(usual.one, self._trace(replace(self._reference, loss_of=chunk.loss_of))) is not None:
+                raise ConfigError(STEP_CHANGED)
 
     def _test_alone(self, chunks: Sequence[Chunk]) -> None:
         """Tests a step that is not traced, and says how long it takes."""
@@ -302,14 +310,17 @@ class Step:
     def _add_each(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Found:
         weights, own = self.alone.weights(), self._clip.zeros()
         for i in range(chunk.size):
-            try:
-                one = self.alone.gradients_of(chunk, i)
-            except _NOT_A_RECORDS_FAULT:
-                raise
-            except Exception as error:
-                yield error
-                continue
-            with torch.no_grad(), full_precision(self._device):
-                yield self._clip.add(one, clip_norms, own, one.in_range, zeroing=True)
+            found: dict[str, Tensor] | Exception
+            with signals_deferred():
+                try:
+                    one = self.alone.gradients_of(chunk, i)
+                except _NOT_A_RECORDS_FAULT:
+                    raise
+                except Exception as error:
+                    found = error
+                else:
+                    with torch.no_grad(), full_precision(self._device):
+                        found = self._clip.add(one, clip_norms, own, one.in_range, zeroing=True)
+            yield found
         self.alone.refuse_changes(weights)
         add_sums({f"sum:{name}": total for name, total in own.items()}, sums)
