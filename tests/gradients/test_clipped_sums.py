@@ -170,7 +170,7 @@ def of_kind(mechanism, grouping):
 def case(name, dtype=torch.float64):
     torch.manual_seed(0)
     build, data = MODELS[name]
-    module, (x, y) = build().to(dtype), data()
+    (x, y), module = data(), build().to(dtype)
     return module, (x.to(dtype) if x.is_floating_point() else x, y)
 
 

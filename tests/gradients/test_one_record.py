@@ -376,8 +376,8 @@ def test_processes_trace_the_same_graph():
     code = "import test_one_record; print(test_one_record.digest())"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     other = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert str(digest()) == other.stdout.split()[-1]
 

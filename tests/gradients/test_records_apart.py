@@ -1,4 +1,4 @@
-"""What a record contributes depends on no other, nor on generators that are known: what is refused, and what is given."""
+"""What a record contributes depends on no other, nor on a known generator: what is refused, and what is given."""
 
 import functools
 import random

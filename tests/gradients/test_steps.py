@@ -211,6 +211,12 @@ def compiled(function):
     return torch.compile(function, backend="eager")
 
 
+@compiled
+def shifted(bias, x):
+    """A parameter is used here alone."""
+    return F.gelu(x + bias)
+
+
 def in_chunks(m, x):
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
     return F.linear_cross_entropy(x, m.linear.weight, torch.arange(4), options=options)
@@ -226,10 +232,11 @@ STEPS = {  # a step, its mode, words of the reason; a reason names the line
                          TRACED),
     "written": (changed(lambda y: put(y, y > 0, 0.5)), TRACED),
     "a script": (of_scripts(torch.jit.script), TRACED), "a traced script": (of_scripts(traced_script), TRACED),
-    "a compiled function": (lambda m, x, f=compiled(lambda b, x: F.gelu(x + b)): f(m.linear.bias, x).sum(), TRACED),
+    "a compiled function": (lambda m, x: shifted(m.linear.bias, x).sum(), TRACED),
     "a compiled layer": (changed(lambda y: y), TRACED), "a layer compiled in place": (changed(lambda y: y), TRACED),
     "a compiled layer, asked": (changed(lambda y: y * bool(y.sum() < 1e9)), LOOP, ASKED),
-    "a hook of a node": (prehooked, TRACED), "a node's tensor": (shown, TRACED), "a dispatch mode": (dispatched, TRACED),
+    "a hook of a node": (prehooked, TRACED), "a node's tensor": (shown, TRACED),
+    "a dispatch mode": (dispatched, TRACED),
     "a branch": (changed(lambda y: y if y.sum() > 0 else 2 * y), LOOP, "a record's data (__bool__)"),
     "branches within branches": (tree, LOOP, ASKED), "a batch changed": (negated, LOOP, ASKED),
     "a number": (changed(lambda y: y * y.sum().item()), LOOP, "a product instead of .item()"),
@@ -249,8 +256,8 @@ STEPS = {  # a step, its mode, words of the reason; a reason names the line
     "an error of NumPy caught": (caught_of_outside, LOOP, ASKED), "given back": (given_back, LOOP, ASKED),
     "iterated": (lambda m, x: (m.linear(x) * m.outside(x.abs(), m.numbers(x))).sum(), LOOP, ASKED),
     "an error caught of PyTorch": (decomposed, LOOP, "raises an error for some records"),
-    "an error for some": (changed(lambda y: y + torch.linalg.inv(torch.eye(6) + y.mT @ y).sum()), LOOP, "for some records"),
-    "a median": (lambda m, x: (x.sign() * m.linear.bias.exp()).median() + m.linear(x).sum() * 1e-3, LOOP, "median wrong"),
+    "an error for some": (changed(lambda y: y + torch.linalg.inv(torch.eye(6) + y.mT @ y).sum()), LOOP, "for some"),
+    "a median": (lambda m, x: (x.sign() * m.linear.bias.exp()).median() + m.linear(x).sum() * 1e-3, LOOP, "wrong"),
     "a sparse table": (looked_up, LOOP, ASKED),
     "Python's generator": (changed(lambda y: y + 0 * random.random()), LOOP, "Use torch's generator"),
     "NumPy's generator": (changed(lambda y: y + 0 * np.random.rand()), LOOP, "Python's or NumPy's generator"),
