@@ -79,14 +79,19 @@ def uses(generator):
     compared._table = None
     yield compared, (5, p)
     images, gradients = awkward(generator, 1, 1, 20, 6, 6), awkward(generator, 1, 1, 30, 4, 4)
+    same, cancelling = (
+        torch.randn(1, 1, 20, 1, 1, generator=generator),
+        torch.randn(1, 1, 30, 4, 4, generator=generator),
+    )
+    cancelling[..., -1, -1] -= cancelling.sum((-1, -2))
 
     def weight_gradient(x, g):
-        shape = torch.zeros(30, 20, 3, 3)
-        return torch.ops.aten.convolution_backward(
-            g, x, shape, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False)
-        )[1]
+        how = (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False)
+        return torch.ops.aten.convolution_backward(g, x, torch.zeros(shape), None, *how)[1]
 
-    yield ConvolutionGradient(images, gradients, weight_gradient, None, torch.Size([30, 20, 3, 3]), 16), (30, 20, 3, 3)
+    shape = torch.Size([30, 20, 3, 3])
+    for x, g in ((images, gradients), (same.expand_as(images), 1e7 * cancelling)):
+        yield ConvolutionGradient(x, g, weight_gradient, None, shape, 16), shape
 
 
 @pytest.mark.parametrize("seed", range(20))
