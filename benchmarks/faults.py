@@ -215,7 +215,7 @@ FAULTS = [
     # Compiled graphs
     fault("what is marked is computed twice", COMPILED, "marked = materialise(x)", "return x", "compiled -k once"),
     fault("compiled code of any layout", COMPILED, "return [*map(_layout, inputs)] == self._layouts", "return True",
-          "compiled -k strides"),
+          "compiled -k any_size"),
     fault("compiled sines", COMPILED, '"sin", "cos"', '"cos"', "compiled -k vectorized"),
     fault("compiled code that ends the process", GRAPH,
           '        except Exception as error:\n            raise NotTraceable("some records raise',

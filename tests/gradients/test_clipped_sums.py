@@ -19,48 +19,13 @@ from reference import (
 )
 from torch import nn
 from torch.nn import functional as F
+from zoo.sequences import MODELS as MODELS_OF_ZOO
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.step import LOOP, TRACED
 from dpexp.privacy.plan import clipping, groups
 
 B = 6
-
-
-class Twice(nn.Module):
-    """One layer used twice, the second time on its own output."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.first(torch.tanh(self.first(x)))))
-
-
-class TiedLanguageModel(nn.Module):
-    """The embedding table is also the output layer, used functionally; positions are a raw parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(11, 8), nn.Parameter(torch.randn(5, 8))
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-
-    def forward(self, x):
-        return F.linear(self.block(self.embed(x) + self.positions), self.embed.weight)
-
-
-class RawParameters(nn.Module):
-    """A class token, a scale, a matrix that no layer owns, and a parameter without elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.tensor(1.5))
-        self.matrix, self.none = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, x):
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) * self.scale
-        return (x.mean(1) @ self.matrix).softmax(-1) + self.none.sum()
 
 
 class FrozenAndUnused(nn.Module):
@@ -72,19 +37,6 @@ class FrozenAndUnused(nn.Module):
 
     def forward(self, x):
         return self.head(torch.relu(self.half_frozen(self.frozen(x))))
-
-
-class LearnedStates(nn.Module):
-    """A recurrent layer whose first states are parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
-        self.h, self.c = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(1, 1, 5))
-
-    def forward(self, x):
-        outputs, _ = self.rnn(x, (self.h.expand(1, len(x), -1), self.c.repeat(1, len(x), 1)))
-        return self.head(outputs.mean(1))
 
 
 class Branching(nn.Module):
@@ -113,13 +65,6 @@ def pooled():
     )  # fmt: skip
 
 
-def norms():
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, bias=False), nn.GroupNorm(2, 4), nn.ReLU(), nn.InstanceNorm2d(4, affine=True),
-        nn.Flatten(), nn.LayerNorm(144), nn.Linear(144, 3),
-    )  # fmt: skip
-
-
 def mlp(*layers):
     return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), *layers, nn.Linear(6, 3))
 
@@ -143,21 +88,18 @@ def rows():
     return torch.randn(B, 8), torch.randint(3, (B,))
 
 
-def sequences():
-    return torch.randn(B, 5, 4), torch.randint(3, (B,))
-
-
 def tokens():
     return torch.randint(11, (B, 5)), torch.randint(11, (B, 5))
 
 
 MODELS = {
     "mlp": (mlp, rows), "drawing": (lambda: mlp(nn.Dropout(0.0)), rows), "convolutions": (convolutions, images),
-    "norms": (norms, images), "twice": (Twice, rows), "tied": (TiedLanguageModel, tokens),
-    "raw": (RawParameters, sequences), "frozen and unused": (FrozenAndUnused, rows), "lstm": (LearnedStates, sequences),
-    "words": (words, tokens), "sparse": (lambda: words(sparse=True), tokens), "branching": (Branching, rows),
+    "pooled": (pooled, images), "frozen and unused": (FrozenAndUnused, rows), "branching": (Branching, rows),
+    "words": (words, tokens), "sparse": (lambda: words(sparse=True), tokens),
     "exported": (lambda: exported(lambda: words(padding_idx=0), tokens, False), tokens),
     "exported, decomposed": (lambda: exported(pooled, images, True), images),
+    **{name: (lambda name=name: MODELS_OF_ZOO[name].build(False), MODELS_OF_ZOO[name].batch)
+       for name in ("tied language model", "attention with its weights")},
 }  # fmt: skip
 MECHANISMS = {"separate": clipping.Separate(), "joint": clipping.Joint()}
 KINDS = [("separate", "flat"), ("joint", "per_layer"), ("separate", "per_layer"), ("joint", "flat")]
@@ -176,7 +118,7 @@ def case(name, dtype=torch.float64):
 
 @pytest.mark.parametrize(
     ("name", "mechanism", "grouping"),
-    [*((name, *KINDS[i % 4]) for i, name in enumerate(MODELS)), *(("twice", *kind) for kind in KINDS)],
+    [*((name, *KINDS[i % 4]) for i, name in enumerate(MODELS)), *(("tied language model", *kind) for kind in KINDS)],
 )
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     """Also in smaller chunks."""
@@ -191,14 +133,14 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     assert engine.mode == (LOOP if name == "branching" else TRACED), engine.reason
 
 
-@pytest.mark.parametrize("name", ["norms", "tied", "lstm"])
+@pytest.mark.parametrize("name", ["pooled", "tied language model", "attention with its weights"])
 def test_float32_equals_one_record_at_a_time(name):
     module, batch = case(name, torch.float32)
     engine = engine_of(module)
     assert relative_error(sums_of(engine, cross_entropy, batch), sums_apart(engine, cross_entropy, batch)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["convolutions", "tied"])
+@pytest.mark.parametrize("name", ["convolutions", "tied language model"])
 def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
     module, batch = case(name, torch.float32)
     engine = engine_of(module)
@@ -211,7 +153,7 @@ def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
 BAD = {"nan": math.nan, "inf": math.inf, "large": 1e30}
 ODD_RECORDS = [
     *((name, bad) for name in ("mlp", "drawing") for bad in (*BAD, "label")),
-    ("branching", "inf"), ("norms", "nan"), ("lstm", "large"), ("words", "index"),
+    ("branching", "inf"), ("pooled", "nan"), ("attention with its weights", "large"), ("words", "index"),
 ]  # fmt: skip
 
 

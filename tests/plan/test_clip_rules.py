@@ -87,7 +87,7 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 
 @pytest.mark.parametrize(
     ("clip", "mechanism", "grouping", "name"),
-    [(clip, *KINDS[(i + k) % 4], ("convolutions", "tied")[(i + k // 2) % 2])
+    [(clip, *KINDS[(i + k) % 4], ("convolutions", "tied language model")[(i + k // 2) % 2])
      for i, clip in enumerate(RULES) for k in (0, 3)],
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
