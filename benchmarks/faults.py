@@ -156,7 +156,7 @@ FAULTS = [
           "factors -k end"),
     fault("unfolded images are padded the other way", FACTORS, "(0, 0, w, w, h, h)", "(0, 0, h, h, w, w)",
           "factors -k each_method"),
-    fault("blocks of rows begin too early", LAYERS, "total[start:end]", "total[: end - start]", "factors -k across"),
+    fault("blocks of rows begin too early", LAYERS, "total[start:end]", "total[: end - start]", "layers -k across"),
     fault("a second use is forgotten", LAYERS, "    if len(gradients) == 1:\n", "    if gradients:\n",
           "factors -k 'twice or weight'"),
     fault("terms of a convolution are not counted", LAYERS,
@@ -179,7 +179,7 @@ FAULTS = [
     fault("operators that vmap gets wrong are used", LIFTED, "if name in _WRONG or", "if", "one_record -k wrong"),
     fault("sums over joined records", LIFTED, "[*args[-1]] != [True, False, False]", "False", "factors -k 'group'"),
     fault("a mask of attention is joined the other way", LIFTED, "if shared and a.shape[1] == 1:",
-          "if a.shape[1] == 1:", "factors -k masked"),
+          "if a.shape[1] == 1:", "layers -k masked"),
     # Proof, graphs and templates
     fault("factors are not compared", GRAPH, "if bool((_norms(factored - gradient)",
           "if False and bool((_norms(factored - gradient)", "one_record -k by_the_proof"),
