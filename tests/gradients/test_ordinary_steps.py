@@ -138,7 +138,9 @@ def test_idioms_of_training_steps(call):
 
 def test_uninitialized_memory_holds_no_record():
     net, x = network(), numbers(D)
-    _, found = lifted_from_one(net, x, lambda net, x: net(x + torch.empty(1, D, dtype=torch.float64)).sum())
+    freed = [torch.full((1, 999), torch.nan, dtype=torch.float64) for _ in range(99)]
+    del freed  # which the next tensors of this size are likely to lie in
+    _, found = lifted_from_one(net, x, lambda net, x: net(x).sum() + torch.empty(1, 999, dtype=torch.float64).sum())
     torch.testing.assert_close(found.losses, net(x).sum(1))
 
 

@@ -45,35 +45,6 @@ def callback(**hooks):
     return type("Odd", (pl.Callback,), {name: lambda self, *given, do=do: do(*given) for name, do in hooks.items()})()
 
 
-class Codebook(nn.Module):
-    """A moving average of the data in a buffer or a frozen parameter, as vector quantisers keep it."""
-
-    def __init__(self, way, parameter):
-        super().__init__()
-        self.way, self.head = way, nn.Linear(4, 3)
-        code = torch.zeros(4)
-        if parameter:
-            self.code = nn.Parameter(code, requires_grad=False)
-        else:
-            self.register_buffer("code", code)
-
-    def move(self, x):
-        moved = 0.9 * self.code + 0.1 * x.detach().reshape(-1, x.shape[-1]).mean(0)[:1]
-        if self.way == "assigned":
-            self.code = moved
-        else:
-            self.code.data.copy_(moved)
-        return x
-
-    def forward(self, x):
-        if self.way != "in a hook":
-            self.move(x)
-        y = self.head(x)
-        if self.way == "in a hook":
-            y.register_hook(self.move)
-        return y
-
-
 class Thawing(BaseFinetuning):
     def freeze_before_training(self, module): ...
 
@@ -176,9 +147,6 @@ REFUSED = {  # what is said, whether some rounds are released before, and functi
     **{f"a step's {kind}": (r"net\.0\.weight has gradient hooks", False, {
         "module": functools.partial(hooking, kind), "callback": {"max_physical_batch_size": physical}})
         for kind, physical in zip(HOOKS, (1, 4), strict=False)},
-    "a code that is assigned": ("the buffer code", False, net(nn.Identity, lambda: Codebook("assigned", False))),
-    **{f"a code moved {way}": ("code is changed inside", False, net(nn.Identity, lambda way=way: Codebook(way, True)))
-       for way in ("in place", "in a hook")},
     "old spectral norm": ("spectral_norm", False, net(lambda: nn.utils.spectral_norm(nn.Linear(4, CLASSES)))),
     "a scripted module": (r"module net\.0 is a TorchScript module", False, net(
         lambda: torch.jit.script(nn.Linear(4, CLASSES)))),
