@@ -33,10 +33,10 @@ class FrozenAndUnused(nn.Module):
         super().__init__()
         self.frozen, self.half_frozen = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
         self.half_frozen.weight.requires_grad_(False)
-        self.unused, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.unused, self.head, self.none = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x):
-        return self.head(torch.relu(self.half_frozen(self.frozen(x))))
+        return self.head(torch.relu(self.half_frozen(self.frozen(x)))) + self.none.sum()
 
 
 class Branching(nn.Module):
@@ -256,6 +256,10 @@ ODD = {
         [[1], *[[0]] * 20],
     ),
     "one catches an error": (caught, [[1], *[[0]] * 20]),
+    "one has a backward pass": (
+        lambda kind, t: (torch.autograd.grad(t.square().sum(), t)[0] if kind.any() else t).sum(),
+        [[1], *[[0]] * 20],
+    ),
     "one returns fewer": (lambda kind, table: torch.unique(kind).float().sum() * table.sum(), [[1, 1], *[[0, 1]] * 20]),
 }
 

@@ -25,6 +25,11 @@ def numbers(*shape):
     return torch.randn(B, *shape, dtype=torch.float64)
 
 
+class LastState(nn.GRU):
+    def forward(self, x):
+        return super().forward(x[None])[1][0]
+
+
 # Gradients that the step takes itself
 
 
@@ -71,11 +76,16 @@ def exempt_for_a_while(net, batch):
     return frozen + net(batch[0]).sum()
 
 
+STEPS = [fgsm, pgd, gradient_penalty, second_derivative, through_a_recurrent_layer, exempt_for_a_while]
+
+
 @pytest.mark.parametrize(
-    "step", [fgsm, pgd, gradient_penalty, second_derivative, through_a_recurrent_layer, exempt_for_a_while]
+    "step, recurrent", [*((step, False) for step in STEPS), (pgd, True), (exempt_for_a_while, True)]
 )
-def test_gradients_that_the_step_takes(step):
+def test_gradients_that_the_step_takes(step, recurrent):
     net = network()
+    if recurrent:
+        net[0] = LastState(D, 5).double()
     if step is through_a_recurrent_layer:
         net.gru = nn.GRU(D, 4, batch_first=True).double()
     assert_equals_autograd(net, (numbers(D), torch.tensor([0, 1, 1, 0, 1])), loss_of=step)
