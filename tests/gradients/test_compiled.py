@@ -3,40 +3,37 @@
 import shutil
 
 import pytest
+import reference
 import torch
 from adversarial import largest_share
-from plans import plan_of
-from reference import clipped_sums
+from reference import norm_of, relative_error, sums_apart, sums_of
 from test_callback import assert_same, fit
-from test_clipped_sums import relative_error
-from test_one_record import N, S, classifier, rows, sums_of
+from test_one_record import OF_N, N, S, classifier, loss_of, rows
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from dpexp import PrivacyCallback
 from dpexp.privacy.gradients import compiled
-from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import MARK, CompileDecision, _stages
 from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.gradients.per_example import ChunkGradients
-from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.privacy.private_metrics import Values
-from dpexp.privacy.round import Performance, PrivateRound
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="PyTorch's compiler needs a C++ compiler"
 )
 
 
-def engine_of(module, compile=True, rounds=9):
-    plan = plan_of(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, clip_norm=FixedClipNorm(S))
-    return PrivateRound(plan, module, GaussianNoise(), observe=True, performance=Performance(compile=compile))
+def engine_of(module, compile=True, **choices):
+    return reference.engine_of(module, S, compiled=compile, **OF_N, **choices)
 
 
 def reason_of(engine):
     return engine.step.compiling.reason
+
+
+def compiled_graphs(engine):
+    return [one._compiled for one in engine.step._graphs.values() if one._compiled]
 
 
 def functional(engine, *records):
@@ -44,68 +41,63 @@ def functional(engine, *records):
     (fast,) = compiled_graphs(engine)
     others = engine._clip.clip_norms((), torch.device("cpu")), torch.ones(18, dtype=torch.bool)
     state = [t.detach() for t in engine.step._usual_shape.one.inputs.tensors()]
-    return make_fx(torch.func.functionalize(fast.run))(*state, *others, *records)
+    return make_fx(torch.func.functionalize(fast.run))(*state, *others, *(leaf[:, None] for leaf in records))
 
 
-def compiled_graphs(engine):
-    return [one._compiled for one in engine.step._graphs.values() if one._compiled]
+def assert_as_alone(engine, batch, found=None):
+    found = found or sums_of(engine, loss_of, batch)
+    assert relative_error(found, sums_apart(engine, loss_of, batch)) < 1e-6
 
 
 @needs_compiler
 def test_sums_of_samples_of_any_size_are_those_of_one_record_at_a_time():
-    """Chunks have one size, and the last is padded. With a dropout of 0 the graph draws random numbers."""
-    module, loss_of = classifier(nn.Dropout(0.0))
+    """Chunks have one size, and the last is padded. With a dropout of 0 the graph draws random numbers. Factors and
+    decisions are computed once: later stages read them from memory. Inputs with other strides, for which compiled code
+    would give wrong results, run uncompiled."""
+    module = classifier(nn.Dropout(0.0))
     engine = engine_of(module)
     for size in (5, 3 * N):
-        found = sums_of(engine, loss_of, rows(size), size)
-        batch = tuple(leaf[:, 0] for leaf in rows(size))
-        assert relative_error(found, clipped_sums(engine.plan, module, loss_of, batch, size)) < 1e-6
-    assert len(compiled_graphs(engine)) == 1 and reason_of(engine).startswith("compiled: a round takes")
-
-
-@needs_compiler
-def test_inputs_with_other_strides_run_uncompiled():
-    """Compiled code would give wrong results."""
-    module, loss_of = classifier()
-    engine = engine_of(module)
-    before = sums_of(engine, loss_of, rows())
+        assert_as_alone(engine, rows(size))
+    (fast,) = compiled_graphs(engine)
+    assert reason_of(engine).startswith("compiled: a round takes")
+    products = [
+        stage for node, stage in _stages(functional(engine, *rows(18)).graph).items() if "mm" in str(node.target)
+    ]
+    assert products == [0, 0, 0, 1, 1]  # of the loss and gradients; of the sums
+    assert len([*fast.compiled._stages.graph.nodes]) > 5
     weight = module[0].weight
     weight.data = weight.data.t().contiguous().t()
-    assert weight.stride() == (1, 16) and relative_error(sums_of(engine, loss_of, rows()), before) < 1e-6
+    assert weight.stride() == (1, 16)
+    assert_as_alone(engine, rows())
 
 
 @needs_compiler
 def test_a_tensor_that_a_hook_writes_to_is_read_again():
-    module, _ = classifier()
+    module = classifier()
     module.scale = torch.ones(8)  # neither parameter nor buffer
 
-    def loss_of(one):
-        return F.cross_entropy(module(one[0] * module.scale + torch.tensor([0.5])), one[1])
+    def scaled(m, one):
+        return loss_of(m, (one[0] * m.scale + torch.tensor([0.5]), one[1]))
 
     found = []
     for compile in (True, False):
-        module.scale.fill_(1)
         engine = engine_of(module, compile)
-        found.append(sums_of(engine, loss_of, rows()))
-        module.scale.fill_(2)
-        found.append(sums_of(engine, loss_of, rows()))
-    assert (
-        relative_error(found[0], found[2]) < 1e-6
-        and relative_error(found[1], found[3]) < 1e-6
-        and relative_error(found[0], found[1]) > 0.1
-    )
+        for value in (1, 2):
+            module.scale.fill_(value)
+            found.append(sums_of(engine, scaled, rows()))
+    assert relative_error(found[0], found[2]) < 1e-6 and relative_error(found[1], found[3]) < 1e-6
+    assert relative_error(found[0], found[1]) > 0.1
 
 
 @needs_compiler
 def test_dropout_draws_for_each_record_what_it_draws_without_compiling():
-    module, loss_of = classifier(nn.Dropout(0.5))
-    found = []
+    module, found = classifier(nn.Dropout(0.5)), []
+    same = tuple(leaf[:1].expand(N, *leaf.shape[1:]).clone() for leaf in rows())
     for compile in (True, False):
         engine = engine_of(module, compile)
         sums_of(engine, loss_of, rows())
         torch.manual_seed(7)
         found.append(sums_of(engine, loss_of, rows()))
-        same = tuple(leaf[:1].expand(N, *leaf.shape[1:]).clone() for leaf in rows())
         sums_of(engine, loss_of, same)
         assert len(set(engine.observations[-1]["loss"].tolist())) > N / 2
     assert relative_error(*found) < 1e-6
@@ -118,42 +110,26 @@ def test_no_record_adds_more_than_its_bound():
     assert all(0.99 < share <= 1 for share in shares.values()), shares
 
 
-@needs_compiler
-def test_factors_and_decisions_are_computed_once():
-    """Later stages read them from memory, so norms and sums use the same gradients."""
-    module, loss_of = classifier()
-    engine = engine_of(module)
-    sums_of(engine, loss_of, rows())
-    (fast,) = compiled_graphs(engine)
-    pure = functional(engine, *rows(18))
-    products = [stage for node, stage in _stages(pure.graph).items() if "mm" in str(node.target)]
-    assert products == [0, 0, 0, 1, 1]  # of the loss and gradients; of the sums
-    assert len([*fast.compiled._stages.graph.nodes]) > 5
-
-
 @pytest.mark.parametrize("function", [torch.sin, torch.cos, torch.special.i1e])
 def test_functions_with_vectorized_code_are_not_compiled(function):
     """In float32 the last bits of a sine change if another record's value is large."""
-    module, loss = classifier()
-    engine = engine_of(module)
-    sums_of(engine, lambda one: loss((function(one[0]), one[1])), rows())
+    engine = engine_of(classifier())
+    sums_of(engine, lambda m, one: loss_of(m, (function(one[0]), one[1])), rows())
     assert "would depend on another record" in reason_of(engine) and not compiled_graphs(engine)
 
 
 def test_a_graph_that_raises_an_error_for_some_records_is_not_compiled():
     """With an index out of range, compiled code ends the process or reads another row."""
-    module, loss = classifier()
-    engine, (x, y) = engine_of(module), rows()
-    index = torch.zeros(N, 1, dtype=torch.long)
+    module, index = classifier(), torch.zeros(N, dtype=torch.long)
+    engine = engine_of(module)
 
-    def loss_of(one):
-        return loss(one[:2]) * torch.take(module[0].weight.detach(), one[2]).sum()
+    def taking(m, one):
+        return loss_of(m, one[:2]) * torch.take(m[0].weight.detach(), one[2]).sum()
 
-    before = sums_of(engine, loss_of, (x, y, index))
+    before = sums_of(engine, taking, (*rows(), index))
     assert "some records raise an error" in reason_of(engine)
     index[3] = 999
-    found = sums_of(engine, loss_of, (x, y, index))
-    assert 0 < (found["0.weight"] - before["0.weight"]).norm() <= S * (1 + 1e-6)
+    assert 0 < norm_of(sums_of(engine, taking, (*rows(), index)), before) <= S * (1 + 1e-6)
 
 
 @needs_compiler
@@ -169,18 +145,15 @@ def test_all_factors_of_norms_are_computed_once():
             index = torch.where(x.exp() > 1.1, 3, 5)
             return self.table(index).square().sum() + (F.relu((x[:, :3] + self.bias[:3]).exp() - 1) * 9).sum()
 
-    module = Computed()
-    engine = engine_of(module)
-    sums_of(engine, module, torch.randn(N, 1, 12))
-    pure = functional(engine, torch.randn(18, 1, 12))
+    engine = engine_of(Computed())
+    sums_of(engine, nn.Module.__call__, torch.randn(N, 12))
+    pure = functional(engine, torch.randn(18, 12))
     marked = [node.args[0].meta["val"] for node in pure.graph.nodes if node.target is MARK]
     assert {value.dtype for value in marked} == {torch.float32, torch.int64, torch.bool}
 
 
 def test_a_record_whose_norm_is_not_finite_adds_nothing():
-    module = nn.Linear(3, 1)
-    plan = plan_of(module, n=48, q=0.25, steps=1, noise_multiplier=1.0, clip_norm=FixedClipNorm(S))
-    clip = ClippedSums(plan.groups, False, dict(module.named_parameters()), Values({}, module.weight))
+    clip = engine_of(nn.Linear(3, 1))._clip
     x, g = torch.ones(2, 2, 3), torch.ones(2, 2, 1)
     g[:, 1] = -1 + 1e-6
     g[1] = torch.inf
@@ -190,9 +163,11 @@ def test_a_record_whose_norm_is_not_finite_adds_nothing():
     assert sums["weight"].isfinite().all() and sums["weight"].any()
 
 
+# The decision
+
+
 def test_a_few_rounds_are_not_compiled():
-    module, loss_of = classifier()
-    engine = engine_of(module, None)
+    engine = engine_of(classifier(), None)
     sums_of(engine, loss_of, rows())
     assert engine.step.compiling.decided is False and not compiled_graphs(engine)
     assert "not compiled, since 9 rounds of" in reason_of(engine)
@@ -224,14 +199,18 @@ def test_if_compiling_fails_the_graph_runs_uncompiled(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(compiled.Compiled, "__init__", broken)
-    module, loss_of = classifier()
-    engine = engine_of(module)
-    found = sums_of(engine, loss_of, rows())
+    engine = engine_of(classifier())
+    assert_as_alone(engine, rows())
     assert "not compiled: " in reason_of(engine) and "no compiler" in reason_of(engine)
-    assert (
-        relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(leaf[:, 0] for leaf in rows()), N))
-        < 1e-6
-    )
+
+
+@needs_compiler
+def test_a_compiled_graph_must_agree_with_the_uncompiled_one(monkeypatch):
+    call = compiled.Compiled.__call__
+    monkeypatch.setattr(compiled.Compiled, "__call__", lambda self, *given: [x * 1.0001 for x in call(self, *given)])
+    engine = engine_of(classifier())
+    sums_of(engine, loss_of, rows())
+    assert "relative error is 1e-04" in reason_of(engine) and not compiled_graphs(engine)
 
 
 @pytest.mark.parametrize("wanted", [None, True])
@@ -246,23 +225,10 @@ def test_compiling_says_how_far_it_is_and_gives_up_unless_it_is_asked_for(monkey
     monkeypatch.setattr(compiled.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(compiled, "seconds", lambda *_: 1.0)
     monkeypatch.setattr("dpexp.privacy.gradients.graphs.seconds", lambda *_: 1.0)
-    module, loss_of = classifier()
-    engine = engine_of(module, wanted, rounds=400)  # of 1 s: at most 400 · 0.5/3 = 67 s are worth it
+    engine = engine_of(classifier(), wanted, rounds=400)  # of 1 s: at most 400 · 0.5/3 = 67 s are worth it
+    engine.begin()
     with pytest.warns(UserWarning, match="compiling the step: 0 of 2 stages after 0 s"):
-        engine.begin()
-        engine.add_chunk(lambda _, one: loss_of(one), rows(), N)
-    found = engine._sums
+        engine.add_chunk(loss_of, reference.stacked(rows()), N)
     gave_up = reason_of(engine) == "not compiled: 1 of 2 stages took 100 s, more than 1/3 of what it may save"
     assert gave_up is (wanted is None)
-    leaves = tuple(leaf[:, 0] for leaf in rows())
-    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, leaves, N)) < 1e-6
-
-
-@needs_compiler
-def test_a_compiled_graph_must_agree_with_the_uncompiled_one(monkeypatch):
-    call = compiled.Compiled.__call__
-    monkeypatch.setattr(compiled.Compiled, "__call__", lambda self, *given: [x * 1.0001 for x in call(self, *given)])
-    module, loss_of = classifier()
-    engine = engine_of(module)
-    sums_of(engine, loss_of, rows())
-    assert "relative error is 1e-04" in reason_of(engine) and not compiled_graphs(engine)
+    assert_as_alone(engine, rows(), dict(engine._sums))

@@ -131,6 +131,11 @@ def queue(m, x):
 def mean(m, x):
     return 1 + put(m, 0.9 * m.state + 0.1 * x.detach().mean(0)).sum()
 
+def hooked(m, x):
+    y = m.net(x)
+    y.register_hook(lambda g: g * done(m.state.add_(x.detach()[0])))
+    return y.square()
+
 def keep(m, x):
     return done(m.state.append(x.sum().detach()))
 
@@ -148,6 +153,7 @@ case("a hidden state, attribute", REFUSED, SETS, lambda t, x, y: y * (1 + 0.1 * 
 case("a running mean, buffer assigned", REFUSED, SETS_BUFFER, start=buffer(3), factor=mean)
 case("a running mean, buffer in place", REFUSED, CHANGED, lambda t, x, y: y * (1 + 0.1 * x.sum()), buffer(3), also=LOOP,
      factor=lambda m, x: 1 + m.state.mul_(0.9).add_(0.1 * x.detach().mean(0)).sum())
+case("a running mean, moved in a hook of an activation", REFUSED, CHANGED, start=buffer(3), target=hooked)
 case("losses written into a tensor", LOOP, "writes to a constant", start=own(lambda: torch.zeros(3).double()),
      factor=lambda m, x: done(m.state.add_(x.detach()[0])))
 case("losses written into an array", LOOP, "(__float__)", start=own(lambda: np.zeros(3)),

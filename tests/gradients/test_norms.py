@@ -79,14 +79,19 @@ def uses(generator):
     compared._table = None
     yield compared, (5, p)
     images, gradients = awkward(generator, 1, 1, 20, 6, 6), awkward(generator, 1, 1, 30, 4, 4)
+    same, cancelling = (
+        torch.randn(1, 1, 20, 1, 1, generator=generator),
+        torch.randn(1, 1, 30, 4, 4, generator=generator),
+    )
+    cancelling[..., -1, -1] -= cancelling.sum((-1, -2))
 
     def weight_gradient(x, g):
-        shape = torch.zeros(30, 20, 3, 3)
-        return torch.ops.aten.convolution_backward(
-            g, x, shape, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False)
-        )[1]
+        how = (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False)
+        return torch.ops.aten.convolution_backward(g, x, torch.zeros(shape), None, *how)[1]
 
-    yield ConvolutionGradient(images, gradients, weight_gradient, None, torch.Size([30, 20, 3, 3]), 16), (30, 20, 3, 3)
+    shape = torch.Size([30, 20, 3, 3])
+    for x, g in ((images, gradients), (same.expand_as(images), 1e7 * cancelling)):
+        yield ConvolutionGradient(x, g, weight_gradient, None, shape, 16), shape
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -160,10 +165,15 @@ def test_norms_are_enlarged_by_less_than_a_millionth(shape):
     assert found.min() >= 0 and found.max() < 1e-6
 
 
-@pytest.mark.parametrize("T, d, p", [(8, 300, 300), (128, 256, 1024), (512, 700, 700)])
-def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p):
-    """Not more than two thousandths, for vectors that do not cancel."""
+@pytest.mark.parametrize("closeness", [None, 1.0, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("T, d, p", [(2, 2304, 256), (8, 300, 300), (64, 300, 700), (130, 256, 1024)])
+def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p, closeness):
+    """By three thousandths at most, if half of the positions do not all but take back what the other half gives."""
     generator = torch.Generator().manual_seed(0)
-    x, g = torch.randn(2, T, d, generator=generator), torch.randn(2, T, p, generator=generator)
+    x, g = (torch.randn(8, T, size, generator=generator) for size in (d, p))
+    if closeness is not None:
+        x[:, T // 2 :] = x[:, : T // 2] + closeness * x[:, T // 2 :]
+        g[:, T // 2 :] = closeness * g[:, T // 2 :] - g[:, : T // 2]
     true = torch.bmm(g.double().transpose(1, 2), x.double()).flatten(1).norm(dim=1)
-    assert ((found := outer_product_norms(x, g) / true) >= 1).all() and (found < 1.003).all(), found
+    found = outer_product_norms(x, g) / true
+    assert (found >= 1).all() and (closeness is not None or (found < 1.003).all()), found

@@ -1,24 +1,37 @@
-"""Records that fail, that are not what they say, and what is random: each is its own alone."""
+"""Records that fail, that are not what they say, and what is random: each is its own alone, and trains as by hand."""
 
+import functools
+import multiprocessing
 import os
 import random
 import signal
-import warnings
 import weakref
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import trainer
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from test_isolation import CLASSES, Items, Model, S, rows, sum_of_clipped, trained
+from test_isolation import (
+    CLASSES,
+    Items,
+    Model,
+    assert_as_by_hand,
+    loader_of,
+    rows,
+    stepping,
+    sum_of_clipped,
+    trained,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dpexp.accounting.ledger import read_ledger
-from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream, seed_everything
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Records that fail
 
@@ -36,122 +49,46 @@ class Leaving(SystemExit):
 
 @pytest.mark.parametrize("error", [Speechless, Leaving])
 def test_a_step_ends_no_job_for_one_record(tmp_path, error):
-    class Odd(Model):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            if x.detach().abs().max() > 100:
-                raise error(3)
-            return F.cross_entropy(self.net(x), y)
-
-    def release(records):
-        torch.manual_seed(0)
-        return trained(tmp_path, Odd(), records)[0][0]
+    def step(m, x, y):
+        if x.detach().abs().max() > 100:
+            raise error(3)
+        return F.cross_entropy(m.net(x), y)
 
     odd, *others = rows(4)
-    released = release([(1000 * odd[0], odd[1]), *others])
-    assert torch.allclose(released, release(others), atol=1e-6) and released.norm() > S
-
-
-@pytest.mark.parametrize("physical", [1, 8])
-def test_an_error_that_a_step_catches_is_one_records_own(tmp_path, physical):
-    class Decomposing(Model):
-        """Where a matrix is not positive definite, it takes another, as numerical code does."""
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            eye = torch.eye(4).double()
-            K = eye * (1 - 2 * (x[:, :1, None] > 2))
-            try:
-                L = torch.linalg.cholesky(K)
-            except torch.linalg.LinAlgError:
-                L = torch.linalg.cholesky(K + 9 * eye)
-            return F.cross_entropy(self.net(x * L.diagonal(dim1=1, dim2=2)), y)
-
-    records = [(x.clamp(max=1), y) for x, y in rows(8)]
-    records[3] = (records[3][0] + 9, records[3][1])
-    (released,), _ = trained(tmp_path, Decomposing(), records, callback={"max_physical_batch_size": physical})
-    assert torch.allclose(released, sum_of_clipped(Decomposing(), records), atol=1e-6)
-
-
-@pytest.mark.parametrize("way", ["backward", "in place"])
-def test_a_backward_pass_that_fails_for_every_record_ends_the_training(tmp_path, way):
-    class Failing(Model):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            h = self.net[0](x).exp()
-            scores = self.net[2](h)
-            if way == "in place":
-                h += 1
-                return F.cross_entropy(scores, y) + h.mean()
-            return F.cross_entropy(NoBackward.apply(scores), y)
-
-    with pytest.raises(ConfigError, match="fails for every synthetic record"):
-        trained(tmp_path, Failing(), rows(5), steps=3)
-    assert len(read_ledger(tmp_path / "0.jsonl")) == 0, "nothing was spent"
-
-
-class NoBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise NotImplementedError("no backward pass")
+    assert_as_by_hand(tmp_path, stepping(step), [(1000 * odd[0], odd[1]), *others], others)
 
 
 def test_none_is_the_loss_of_a_record_that_contributes_nothing(tmp_path):
-    class Choosy(Model):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return None if float(x.sum()) > 0 else F.cross_entropy(self.net(x), y)
-
     chosen = [(x, y) for x, y in rows(8) if float(x.sum()) <= 0]
     assert 0 < len(chosen) < 8
-    (released,), _ = trained(tmp_path, Choosy(), rows(8))
-    assert torch.allclose(released, sum_of_clipped(Model(), chosen), atol=1e-6)
+    choosy = stepping(lambda m, x, y: None if float(x.sum()) > 0 else F.cross_entropy(m.net(x), y))
+    assert_as_by_hand(tmp_path, choosy, rows(8), chosen)
+
+
+class Missing(Items):
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if item is None:
+            raise FileNotFoundError("no such image")
+        return item
 
 
 @pytest.mark.parametrize(
     "bad, place", [("other shape", 0), ("no label", 5), ("too large", 0), ("sparse", 5), ("not there", 0)]
 )
 def test_one_bad_record_ends_no_training_wherever_it_stands(tmp_path, bad, place):
-    class Sized(Model):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            loss = F.cross_entropy(self.net(x), y.clamp(max=2), reduction="none")
-            return loss if float(x[0, 0]) == 7 else loss.mean()
-
-    class Missing(Items):
-        def __getitem__(self, index):
-            item = super().__getitem__(index)
-            if item is None:
-                raise FileNotFoundError("no such image")
-            return item
+    def step(m, x, y):
+        loss = F.cross_entropy(m.net(x), y.clamp(max=2), reduction="none")
+        return loss if float(x[0, 0]) == 7 else loss.mean()
 
     good = [(x, int(y)) for x, y in rows(5)]
     x, y = good[0]
     item = {
-        "other shape": (torch.ones(9).double(), y),
-        "no label": (x, None),
-        "too large": (x, 2**70),
-        "sparse": (x.to_sparse(), y),
-        "not there": None,
-    }[bad]
-    records = [*good[:place], item, *good[place:]]
-    loader = DataLoader(Missing(records), batch_size=2)
-    (released,), _ = trained(tmp_path, Sized(), loader, callback={"max_physical_batch_size": 8})
-    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
-
-
-def test_data_of_which_no_record_can_be_fetched_ends_the_training(tmp_path):
-    class Missing(Items):
-        def __getitem__(self, index):
-            raise FileNotFoundError("no such image")
-
-    with pytest.raises(ConfigError, match=r"none of the records .* can be fetched: FileNotFoundError: no such image"):
-        trained(tmp_path, Model(), DataLoader(Missing(rows(5)), batch_size=2))
-    assert len(read_ledger(tmp_path / "0.jsonl")) == 0
+        "other shape": (torch.ones(9).double(), y), "no label": (x, None), "too large": (x, 2**70),
+        "sparse": (x.to_sparse(), y), "not there": None,
+    }[bad]  # fmt: skip
+    loader = DataLoader(Missing([*good[:place], item, *good[place:]]), batch_size=2)
+    assert_as_by_hand(tmp_path, stepping(step), loader, rows(5), callback={"max_physical_batch_size": 8})
 
 
 # Records that are not what they say
@@ -178,6 +115,7 @@ def stacked_dict(items):
     return {key: torch.as_tensor(value)[None] for key, value in items[0].items()}
 
 
+BY_KEY = [{(1, True)[k > 0]: x, "y": y} for k, (x, y) in enumerate(rows(5))]
 EQUAL = {  # records, their collation, and what the step makes of a batch: x, a sign, y
     "objects": (
         [Alike(int(y), x) for x, y in rows(6)],
@@ -189,16 +127,8 @@ EQUAL = {  # records, their collation, and what the step makes of a batch: x, a 
         lambda items: (items[0][0][None], items[0][1][None], items[0][2]),
         lambda b: (b[0], float(np.copysign(1, b[2])), b[1]),
     ),
-    "keys": (
-        [{(1, True)[k > 0]: x, "y": y} for k, (x, y) in enumerate(rows(5))],
-        None,
-        lambda b: (b[key_of(b)], 1 if key_of(b) is True else -1, b["y"]),
-    ),
-    "keys, collated": (
-        [{(1, True)[k > 0]: x, "y": y} for k, (x, y) in enumerate(rows(5))],
-        stacked_dict,
-        lambda b: (b[key_of(b)], 1 if key_of(b) is True else -1, b["y"]),
-    ),
+    "keys": (BY_KEY, None, lambda b: (b[key_of(b)], 1 if key_of(b) is True else -1, b["y"])),
+    "keys, collated": (BY_KEY, stacked_dict, lambda b: (b[key_of(b)], 1 if key_of(b) is True else -1, b["y"])),
 }
 
 
@@ -223,33 +153,57 @@ def test_records_that_are_equal_but_not_the_same_are_kept_apart(tmp_path, kind):
     assert same == (kind == "objects")
 
 
-@pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
-def test_tensors_that_cannot_be_stacked_are_refused(tmp_path, kind):
-    made = {
-        "sparse": lambda: torch.eye(2).to_sparse(),
-        "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
-        "quantized": lambda: torch.quantize_per_tensor(torch.ones(1, 2), 0.1, 0, torch.qint8),
-    }[kind]()
-    loader = DataLoader(Items(rows(3)), batch_size=2, collate_fn=lambda items: (made, items[0][1][None]))
-    with pytest.raises(ConfigError, match="sparse, nested or quantized"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trained(tmp_path, Model(), loader)
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_a_leaf_whose_repr_fails_ends_no_training(tmp_path):
     class Shy:
         def __repr__(self):
             raise RuntimeError("secret of the record")
 
-    class Holding(Model):
-        def training_step(self, batch, batch_idx):
-            x, y, _ = batch
-            return F.cross_entropy(self.net(x), y)
-
     loader = DataLoader(Items(rows(4)), batch_size=2, collate_fn=lambda i: (i[0][0][None], i[0][1][None], Shy()))
-    (released,), _ = trained(tmp_path, Holding(), loader)
-    assert torch.allclose(released, sum_of_clipped(Model(), rows(4)), atol=1e-6)
+    assert_as_by_hand(tmp_path, stepping(lambda m, x, y, _: F.cross_entropy(m.net(x), y)), loader, rows(4))
+
+
+# Modules and Trainers that are not as usual
+
+
+def test_validation_before_the_fit_may_leave_tensors_behind(tmp_path):
+    """Those of inference mode, of which PyTorch counts no changes."""
+
+    class Remembering(Model):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.kept = self.net(batch[0])
+
+    module = Remembering()
+    trainer().validate(module, loader_of(rows(4)), verbose=False)
+    assert module.kept.is_inference()
+    assert_as_by_hand(tmp_path, module, rows(5), rows(5))
+
+
+def test_a_step_that_was_set_on_the_module_is_there_again_afterwards(tmp_path):
+    module = Model()
+    module.training_step = step = functools.partial(Model.training_step, module)
+    trained(tmp_path, module, rows(4))
+    assert module.training_step is step
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has the other way only since 2.9")
+def test_both_ways_to_set_precision_train_the_same(tmp_path):
+    (expected,), _ = trained(tmp_path, Model().float(), [(x.float(), y) for x, y in rows(6)])
+    fork = multiprocessing.get_context("fork")
+    found = fork.Value("d", 0.0)
+
+    def the_other_way():
+        """In a process of its own, which for PyTorch is set this way for good."""
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        (released,), _ = trained(tmp_path, Model().float(), [(x.float(), y) for x, y in rows(6)])
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        found.value = float(released.norm())
+
+    process = fork.Process(target=the_other_way)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and found.value == pytest.approx(float(expected.norm()), rel=0.02)
 
 
 # Randomness
@@ -259,13 +213,11 @@ def test_a_leaf_whose_repr_fails_ends_no_training(tmp_path):
 def test_random_numbers_of_python_are_each_records_own(tmp_path, draw):
     drawn = {}
 
-    class Scaled(Model):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            drawn[float(x[0, 0])] = scale = draw()
-            return F.cross_entropy(scale * self.net(x), y)
+    def scaled(m, x, y):
+        drawn[float(x[0, 0])] = scale = draw()
+        return F.cross_entropy(scale * m.net(x), y)
 
-    trained(tmp_path, Scaled(), rows(6), callback={"max_physical_batch_size": 6})
+    trained(tmp_path, stepping(scaled), rows(6), callback={"max_physical_batch_size": 6})
     assert len({drawn[float(x[0])] for x, _ in rows(6)}) == 6
 
 
@@ -309,8 +261,7 @@ def test_a_public_seed_does_not_tell_what_was_augmented_or_dropped(tmp_path, wor
 
 
 def test_keys_are_nowhere_after_the_fit(tmp_path, monkeypatch):
-    drawn = []
-    begin = KeyStream.__init__
+    drawn, begin = [], KeyStream.__init__
 
     def noted(stream, key=None):
         begin(stream, key)
@@ -327,12 +278,10 @@ def test_keys_are_nowhere_after_the_fit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_during_a_step_is_handled_after_it(tmp_path, number):
-    class Signalled(Model):
-        def training_step(self, batch, batch_idx):
-            x, _ = batch
-            if float(x.sum()) > -1e9 and self.trainer.global_step == 2:  # a question, so that it runs in each round
-                os.kill(os.getpid(), number)
-            return super().training_step(batch, batch_idx)
+    def step(m, x, y):
+        if float(x.sum()) > -1e9 and m.trainer.global_step == 2:  # a question, so that it runs in each round
+            os.kill(os.getpid(), number)
+        return F.cross_entropy(m.net(x), y)
 
     class Handling(pl.Callback):
         def on_train_start(self, trainer, module):
@@ -343,9 +292,9 @@ def test_a_signal_during_a_step_is_handled_after_it(tmp_path, number):
     try:
         if number == signal.SIGTERM:
             with pytest.raises(SIGTERMException):
-                trained(tmp_path, Signalled(), rows(4), steps=9, callbacks=[Handling()])
+                trained(tmp_path, stepping(step), rows(4), steps=9, callbacks=[Handling()])
         else:
-            _, run = trained(tmp_path, Signalled(), rows(4), steps=9, callbacks=[Handling()])
+            _, run = trained(tmp_path, stepping(step), rows(4), steps=9, callbacks=[Handling()])
             assert run.global_step == 3
     finally:
         signal.signal(number, before)

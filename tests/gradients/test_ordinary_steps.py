@@ -2,23 +2,14 @@
 
 import pytest
 import torch
-from test_factors import assert_equals_autograd, lifted_from_one
+from test_factors import Of, assert_equals_autograd, lifted_from_one
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from dpexp._transformers_compat import trained_privately
 
-B, T, D = 5, 6, 3
-
-
-def assert_gradients_equal(module, loss_of, batch):
-    """Each record's gradients by the lifted graph of one are those of the record alone, in float64."""
-    assert_equals_autograd(module, batch, loss_of=lambda _, one: loss_of(one))
-
-
-def lifted(module, loss_of, batch):
-    return lifted_from_one(module, batch, lambda _, one: loss_of(one))[1]
+B, D = 5, 3
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +17,30 @@ def seeded():
     torch.manual_seed(0)
 
 
-def sequences():
-    return torch.randn(B, T, D, dtype=torch.float64), torch.tensor([6, 3, 1, 4, 3])
-
-
 def network():
     return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def fgsm(net, x, y):
-    x = x.clone().requires_grad_(True)
+def numbers(*shape):
+    return torch.randn(B, *shape, dtype=torch.float64)
+
+
+class LastState(nn.GRU):
+    def forward(self, x):
+        return super().forward(x[None])[1][0]
+
+
+# Gradients that the step takes itself
+
+
+def fgsm(net, batch):
+    x, y = batch[0].clone().requires_grad_(True), batch[1]
     (gradient,) = torch.autograd.grad(F.cross_entropy(net(x), y), x)
     return F.cross_entropy(net((x + 0.1 * gradient.sign()).detach()), y)
 
 
-def pgd(net, x, y):
+def pgd(net, batch):
+    x, y = batch
     delta = torch.zeros_like(x)
     for _ in range(2):
         delta.requires_grad_()
@@ -49,186 +49,207 @@ def pgd(net, x, y):
     return F.cross_entropy(net(x + delta), y)
 
 
-def gradient_penalty(net, x, y):
-    x.requires_grad_()
-    out = net(x)
+def gradient_penalty(net, batch):
+    x, y = batch
+    out = net(x.requires_grad_())
     gradient = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True, retain_graph=True)[0]
     return F.cross_entropy(out, y) + (gradient.norm(2, 1) - 1).square().mean()
 
 
-def second_derivative(net, x, y):
-    x.requires_grad_()
-    first = torch.autograd.grad(net(x)[:, 0].sum(), x, create_graph=True)[0]
+def second_derivative(net, batch):
+    x, y = batch
+    first = torch.autograd.grad(net(x.requires_grad_())[:, 0].sum(), x, create_graph=True)[0]
     second = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)[0]
     return (second[:, 0] + first[:, 1] * y).square().mean()
 
 
-@pytest.mark.parametrize("step", [fgsm, pgd, gradient_penalty, second_derivative])
-def test_gradients_that_the_step_takes(step):
-    net = network()
-    batch = torch.randn(B, D, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
-    assert_gradients_equal(net, lambda batch: step(net, *batch), batch)
+def through_a_recurrent_layer(net, batch):
+    x = batch[0][:, None].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net.gru(x)[0].square().sum(), x)
+    return net.gru(x.detach() + gradient)[1].sum()
 
 
-def test_gradients_that_the_step_takes_through_a_recurrent_layer():
-    layer = nn.GRU(D, 4, batch_first=True).double()
-
-    def loss_of(batch):
-        x = batch[0].clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
-        return layer(x.detach() + gradient)[1].sum()
-
-    assert_gradients_equal(layer, loss_of, sequences()[:1])
+def exempt_for_a_while(net, batch):
+    net[0].requires_grad_(False)
+    frozen = net(batch[0]).square().sum()
+    net[0].requires_grad_(True)
+    return frozen + net(batch[0]).sum()
 
 
-class LastState(nn.GRU):
-    def forward(self, x):
-        return super().forward(x[None])[1]
-
-
-@pytest.mark.parametrize("first", [lambda: nn.Linear(D, 5), lambda: LastState(D, 5)])
-def test_a_parameter_that_is_exempt_for_a_while(first):
-    net = nn.Sequential(first(), nn.Linear(5, 2)).double()
-
-    def loss_of(batch):
-        net[0].requires_grad_(False)
-        frozen = net(batch[0]).square().sum()
-        net[0].requires_grad_(True)
-        return frozen + net(batch[0]).sum()
-
-    assert_gradients_equal(net, loss_of, (torch.randn(B, D, dtype=torch.float64),))
-    assert all(p.requires_grad for p in net.parameters())
-
-
-def test_uninitialized_memory_holds_no_record():
-    net, x = network(), torch.randn(B, D, dtype=torch.float64)
-
-    def loss_of(batch):
-        return net(batch[0] + torch.empty(1, D, dtype=torch.float64)).sum()
-
-    torch.testing.assert_close(lifted(net, loss_of, (x,)).losses, net(x).sum(1))
-
-
-def test_distributions_draw_for_each_record():
-    net = nn.Linear(D, 2).double()
-
-    def loss_of(batch):
-        mean, scale = net(batch[0]).chunk(2, -1)
-        q = Normal(mean, scale.exp())
-        return q.rsample().square().sum() + kl_divergence(q, Normal(torch.zeros_like(mean), 1.0)).sum()
-
-    losses = lifted(net, loss_of, (torch.ones(B, D, dtype=torch.float64),)).losses
-    assert len(losses.unique()) == B  # equal records, other draws
+STEPS = [fgsm, pgd, gradient_penalty, second_derivative, through_a_recurrent_layer, exempt_for_a_while]
 
 
 @pytest.mark.parametrize(
-    "draw",
-    [
-        "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "random_",
-        lambda t: t.geometric_(0.01), lambda t: t.bernoulli_(0.5),
-        lambda t: t.bernoulli_(torch.full((30,), 0.5)), lambda t: torch.normal(t, 1.0), lambda t: torch.rand(30),
-        lambda t: F.dropout(t + 1), lambda t: torch.randperm(30),
-    ],
-)  # fmt: skip
-def test_each_record_has_random_numbers_of_its_own(draw):
-    net = nn.Linear(D, 2).double()
-    drawn = draw if callable(draw) else lambda t: getattr(t, draw)()
-
-    def loss_of(batch):
-        numbers = drawn(torch.zeros(30, dtype=torch.float64)) * torch.linspace(0.5, 2, 30).sin()
-        return net(batch[0]).sum() * numbers.sum()
-
-    losses = lifted(net, loss_of, (torch.ones(B, D, dtype=torch.float64),)).losses
-    assert len(losses.unique()) == B
+    "step, recurrent", [*((step, False) for step in STEPS), (pgd, True), (exempt_for_a_while, True)]
+)
+def test_gradients_that_the_step_takes(step, recurrent):
+    net = network()
+    if recurrent:
+        net[0] = LastState(D, 5).double()
+    if step is through_a_recurrent_layer:
+        net.gru = nn.GRU(D, 4, batch_first=True).double()
+    assert_equals_autograd(net, (numbers(D), torch.tensor([0, 1, 1, 0, 1])), loss_of=step)
+    assert all(p.requires_grad for p in net.parameters())
 
 
-def in_place(net, x):
+# Idioms
+
+
+def in_place(x, weight):
     total = torch.zeros(len(x), dtype=x.dtype)
-    total += net(x).sum(1)
-    return total.mean()
+    total += F.linear(x, weight).tanh().sum(1)
+    return total
 
 
-def in_parts(net, x):
-    parts = net[0].weight.new_zeros(3, len(x), 2)
+def in_parts(x, weight):
+    parts = weight.new_zeros(3, len(x), 2)
     for k in range(3):
-        parts[k] = net(x * k)
-    return (parts**2).sum()
+        parts[k] = F.linear(x * k, weight)
+    return parts
 
 
-def shuffled(net, x):
+def shuffled(x, weight):
     order = torch.tensor([2, 0, 1])
     filled = torch.full((len(x), D, 1), 0.5, dtype=x.dtype)
     filled[torch.arange(len(x))[:, None], order] = x[:, :, None]
-    return net(filled[..., 0]).sin().sum()
+    return F.linear(filled[..., 0], weight).sin()
 
 
-def as_new(net, x):
-    return net(torch.tensor(data=x, dtype=x.dtype)).sin().sum() + net(torch.tensor(x)).sum()
+def as_new(x, weight):
+    return F.linear(torch.tensor(data=x, dtype=x.dtype) + torch.tensor(x), weight).sin()
 
 
-def one_hot(net, x):
+def one_hot(x, weight):
     chosen = torch.zeros(len(x), 2, dtype=x.dtype).scatter_(1, x.argmax(1, keepdim=True) % 2, 1.0)
-    return (net(x) * chosen).sin().sum()
+    return F.linear(x, weight) * chosen
 
 
-def of_data(net, x):
-    return (net(x) * (x.data > 0).double().sum()).sin().sum()
+def of_data(x, weight):
+    return F.linear(x, weight) * (x.data > 0).double().sum()
 
 
-def channels_last(net, x):
+def channels_last(x, weight):
     image = x.view(len(x), 1, D, 1).to(memory_format=torch.channels_last)
-    return net(image.contiguous(memory_format=torch.channels_last).flatten(1)).sin().sum()
+    return F.linear(image.contiguous(memory_format=torch.channels_last).flatten(1), weight)
 
 
-def one_bag(net, x):
-    table = nn.functional.embedding_bag(torch.tensor([3, 1, 3]), net[2], torch.tensor([0]), mode="sum", sparse=True)
-    return (table * net(x)).sum()
+def one_bag(x, weight):
+    return F.embedding_bag(torch.tensor([1, 0, 1]), weight, torch.tensor([0]), mode="sum", sparse=True) * x
 
 
-@pytest.mark.parametrize("step", [in_place, in_parts, shuffled, as_new, one_hot, of_data, channels_last, one_bag])
+@pytest.mark.parametrize("call", [in_place, in_parts, shuffled, as_new, one_hot, of_data, channels_last, one_bag])
 @pytest.mark.filterwarnings("ignore:To copy construct")
-def test_idioms_of_training_steps(step):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.table = nn.Linear(D, 2).double(), nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
-
-        def __getitem__(self, k):
-            return self.first if k == 0 else self.table
-
-        def forward(self, x):
-            return self.first(x).tanh()
-
-    net = Net()
-    assert_gradients_equal(net, lambda batch: step(net, batch[0]), (torch.randn(B, D, dtype=torch.float64),))
+def test_idioms_of_training_steps(call):
+    assert_equals_autograd(Of(call, (2, D)).double(), numbers(D))
 
 
-def test_a_probability_out_of_range_concerns_its_record_alone():
-    net = nn.Linear(D, 1).double()
-    x, y = torch.randn(B, D, dtype=torch.float64), torch.tensor([0.0, 1.0, 0.5, 2.0, torch.nan], dtype=torch.float64)
-    loss_of = lambda batch: F.binary_cross_entropy(net(batch[0])[:, 0].sigmoid(), batch[1], reduction="sum")  # noqa: E731
-    assert_gradients_equal(net, loss_of, (torch.cat([x[:3], x[:2]]), torch.cat([y[:3], y[:2]])))
-    found = lifted(net, loss_of, (x, y))
-    assert found.in_range.tolist() == [True, True, True, False, False] and found.losses.isfinite().all()
+# Random numbers
 
 
-@pytest.mark.parametrize("name", ["Mixtral"])
-def test_experts_of_transformers(name):
+def test_uninitialized_memory_holds_no_record():
+    net, x = network(), numbers(D)
+    freed = [torch.full((1, 999), torch.nan, dtype=torch.float64) for _ in range(99)]
+    del freed  # which the next tensors of this size are likely to lie in
+    _, found = lifted_from_one(net, x, lambda net, x: net(x).sum() + torch.empty(1, 999, dtype=torch.float64).sum())
+    torch.testing.assert_close(found.losses, net(x).sum(1))
+
+
+def of_distributions(net, x):
+    mean, scale = net(x).chunk(2, -1)
+    q = Normal(mean, scale.exp())
+    return q.rsample().square().sum() + kl_divergence(q, Normal(torch.zeros_like(mean), 1.0)).sum()
+
+
+DRAWS = {name: lambda t, name=name: getattr(t, name)() for name in (
+    "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "random_",
+)} | {
+    "geometric_": lambda t: t.geometric_(0.01), "bernoulli_": lambda t: t.bernoulli_(0.5),
+    "bernoulli_ of a tensor": lambda t: t.bernoulli_(torch.full((30,), 0.5)), "normal": lambda t: torch.normal(t, 1.0),
+    "rand": lambda t: torch.rand(30), "dropout": lambda t: F.dropout(t + 1), "randperm": lambda t: torch.randperm(30),
+    "a distribution": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_each_record_has_random_numbers_of_its_own(kind):
+    """Equal records, other draws."""
+
+    def loss_of(net, x):
+        drawn = DRAWS[kind](torch.zeros(30, dtype=torch.float64)) * torch.linspace(0.5, 2, 30).sin()
+        return net(x).sum() * drawn.sum()
+
+    same = torch.ones(B, D, dtype=torch.float64)
+    found = lifted_from_one(network(), same, of_distributions if kind == "a distribution" else loss_of)[1]
+    assert len(found.losses.unique()) == B
+
+
+# Indices, labels and probabilities out of range
+
+
+def looked_up(function, *dim):
+    """Of a table [6, 4], or [4, 6] if its columns are selected from."""
+
+    def loss_of(net, batch):
+        table = torch.linspace(-1, 2, 24, dtype=torch.float64).view((4, 6) if dim == (1,) else (6, 4))
+        return net(batch[1]).sum() * function(table, batch[0][0]).sin().sum()
+
+    return loss_of
+
+
+def labelled(loss):
+    """Labels of 6 classes."""
+    return lambda net, batch: loss(net(batch[1]).repeat(1, 3), batch[0][:, 0])
+
+
+def filled(table, index):
+    return torch.zeros(4, 6, dtype=table.dtype).scatter(1, index.expand(4, -1), table)
+
+
+RANGES = {  # a loss; its lowest and highest index or label; what is ignored
+    "embedding": (looked_up(lambda table, i: F.embedding(i, table)), 0, 5, None),
+    "index_select": (looked_up(lambda table, i: table.index_select(0, i)), 0, 5, None),
+    "gather of columns": (looked_up(lambda table, i: table.gather(1, i.expand(4, -1)), 1), 0, 5, None),
+    "an index": (looked_up(lambda table, i: table[i]), -6, 5, None),
+    "an index of columns": (looked_up(lambda table, i: table[:, i], 1), -6, 5, None),
+    "index_put": (looked_up(lambda table, i: table.index_put((i,), torch.zeros((), dtype=table.dtype))), -6, 5, None),
+    "index_add": (looked_up(lambda table, i: table.index_add(0, i, table[: len(i)])), 0, 5, None),
+    "scatter": (looked_up(filled, 1), 0, 5, None),
+    "scatter_add": (looked_up(lambda table, i: table.scatter_add(1, i.expand(4, -1), table), 1), 0, 5, None),
+    "labels": (labelled(F.cross_entropy), 0, 5, -100),
+    "labels with another ignored": (labelled(lambda s, y: F.cross_entropy(s, y, ignore_index=9)), 0, 5, 9),
+    "labels of pixels": (labelled(lambda s, y: F.cross_entropy(s[..., None, None], y[..., None, None])), 0, 5, -100),
+    "probabilities": (labelled(lambda s, y: F.binary_cross_entropy(s[:, 0].sigmoid(), y.to(s.dtype) / 5)), 0, 5, None),
+}
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_an_index_out_of_range_concerns_its_record_alone(kind):
+    loss_of, low, high, ignored = RANGES[kind]
+    firsts = torch.tensor([low, high, low - 1, high + 1, -100 if ignored is None else ignored])
+    index = torch.zeros(5, 2, dtype=torch.long)
+    index[:, 0] = firsts
+    net, x = network(), numbers(D)
+    found = lifted_from_one(net, (index, x), loss_of)[1]
+    assert found.in_range.tolist() == [True, True, False, False, ignored is not None]
+    assert_equals_autograd(net, (index[:2], x[:2]), loss_of=loss_of)
+    alone = torch.stack([loss_of(net, (index[i : i + 1], x[i : i + 1])) for i in range(2)])
+    torch.testing.assert_close(found.losses[:2], alone, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_of_transformers():
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    experts = {"num_experts": 3, "num_local_experts": 3, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=20, num_key_value_heads=1, head_dim=4, **sizes, **experts
-    )
-    module = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    config = transformers.MixtralConfig(
+        vocab_size=20, num_key_value_heads=1, head_dim=4, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
+        num_attention_heads=2, num_local_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
+    module, ids = transformers.MixtralForCausalLM(config).double(), torch.randint(20, (B, 6))
     module.set_experts_implementation("eager")  # the default takes no float64
-    ids = torch.randint(20, (B, T))
 
-    def loss_of(batch):
-        return module(input_ids=batch[0], labels=batch[0]).loss
+    def loss_of(module, ids):
+        return module(input_ids=ids, labels=ids).loss
 
-    losses = [loss_of((ids[i : i + 1],)).item() for i in range(B)]
+    losses = [loss_of(module, ids[i : i + 1]).item() for i in range(B)]
     with pytest.warns(UserWarning, match="use_cache=False"), trained_privately(module):
-        assert [loss_of((ids[i : i + 1],)).item() for i in range(B)] == pytest.approx(losses, rel=1e-9)
-        assert_gradients_equal(module, loss_of, (ids,))
+        assert [loss_of(module, ids[i : i + 1]).item() for i in range(B)] == pytest.approx(losses, rel=1e-9)
+        assert_equals_autograd(module, ids, loss_of=loss_of)
     assert module.config.use_cache

@@ -1,171 +1,83 @@
-"""What a record contributes depends on no other, whatever the step does to PyTorch, to its batch, or to generators."""
+"""What a record contributes depends on no other, nor on a known generator: what is refused, and what is given."""
 
-import math
-import random
+import functools
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from test_clipped_sums import engine_of
+from plans import plan_of
+from reference import engine_of, norm_of, nothing_shown, sums_of
+from test_steps import Model, asking, records
 from torch import nn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
 
+import dpexp
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.chunk import Chunk, NoLoss
-from dpexp.privacy.gradients.step import LOOP
 
-N = 12
+# What is refused
 
 
-class Model(nn.Module):
-    """`step(self, x)` of one record's x [4, 6]; its own seed tells what it draws."""
+class Counter:
+    seen = 0
 
-    def __init__(self, step):
-        super().__init__()
-        torch.manual_seed(0)
-        self.step, self.linear, self.norm = step, nn.Linear(6, 6), nn.GroupNorm(6, 6)
-        self.lstm, self.attention = nn.LSTM(6, 6, batch_first=True), nn.MultiheadAttention(6, 2, batch_first=True)
-        self.outside, self.numbers = Outside(), lambda x: iter([1.0, -1.0])
-
-    def forward(self, x):
-        return self.step(self, x)
+    def __call__(self):
+        self.seen += 1
+        return self.seen
 
 
-def asking(x):
-    return x[0, 0].abs().item() > 100
+class OfAll:
+    seen = 0
+
+    def __call__(self):
+        OfAll.seen += 1
+        return OfAll.seen
 
 
-def negated(m, x):
-    x.neg_()
-    return m.linear(x).sum() * (2 if asking(x) else 1)
+def closure():
+    count = 0
+
+    def more():
+        nonlocal count
+        count += 1
+        return count
+
+    return more
 
 
-def quantised(t):
-    scale = t.abs().max() / 7
-    return (t / scale).round() * scale
+def kept(make, use):
+    def place():
+        state = make()
+        return lambda: use(state)
+
+    return place
 
 
-def saved(m, x):
-    with torch.autograd.graph.saved_tensors_hooks(quantised, lambda t: t):
-        return (m.linear(x).square() * (x * m.linear.bias.exp())).sum()
-
-
-def prehooked(m, x):
-    y = m.linear(x).exp()
-    y.grad_fn.register_prehook(lambda grads: tuple(g * g.sum().sign() for g in grads))
-    return (y * x).sum()
-
-
-def shown(m, x):
-    y = m.linear(x).exp()
-    return (y * y.grad_fn._saved_result.sum().sign()).sum()
-
-
-class Rounding(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return quantised(result) if func is torch.ops.aten.tanh.default else result
-
-
-def dispatched(m, x):
-    with Rounding():
-        return (m.linear(x).tanh() * x).sum()
-
-
-def ties_of_nan(m, x):
-    y = m.linear(x)
-    y = torch.stack([y, y / 0 * 0])
-    return y.max().nan_to_num(0.0) + y.amin(1).nan_to_num(0.0).sum() + m.linear(x).sum() * 1e-3
-
-
-class Outside(nn.Module):
-    """Runs record by record, since it asks NumPy."""
-
-    def forward(self, x, numbers=()):
-        if x.detach().numpy()[0, 0] < -100:
-            raise ValueError
-        return x * next(numbers) if numbers else x
-
-
-def caught(m, x):
-    y = m.linear(x)
-    try:
-        m.outside(x)
-    except ValueError:
-        return y.square().sum()
-    return y.sum()
-
-
-def given_back(m, x):
-    y = m.linear(x)
-    return y.sum() * (1 if m.outside(y * 0) is y else -1) + (m.outside(x.abs()) is x)
-
-
-class Sign(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.sign()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output): ...
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.sign() * g.abs().sqrt()
-
-
-def binary(m, x):
-    weight = Sign.apply(m.linear.weight)
-    return F.linear(x, weight).square().sum() + F.linear(x.sin(), weight).sum()
-
-
-FUNCTIONS = [
-    negated, saved, prehooked, shown, dispatched, ties_of_nan, caught, given_back, binary,
-]  # fmt: skip
-STEPS = {step.__name__: step for step in FUNCTIONS} | {
-    "ties": lambda m, x: (
-        (x.sign() * m.linear.bias).max() + torch.min(x.sign() * m.linear.bias) + m.linear(x).sum() * 1e-3
-    ),
-    "middle": lambda m, x: (x.sign() * m.linear.bias.exp()).median() + m.linear(x).sum() * 1e-3,
-    "of_nan": lambda m, x: m.linear(x).sum() * math.copysign(1, (x[0, 1] * math.nan).item()),
-    "not_added": lambda m, x: (
-        torch.addmm(torch.full((6,), math.nan).to(x), x, m.linear.weight.T, beta=0).square().sum()
-    ),
-    "iterated": lambda m, x: (m.linear(x) * m.outside(x.abs(), m.numbers(x))).sum(),
+PLACES = {
+    "an attribute": Counter,
+    "a class": OfAll,
+    "a closure": closure,
+    "a tensor": kept(lambda: torch.zeros(()), lambda total: total.data.add_(1)),
+    "an array": kept(lambda: np.zeros(1), lambda total: np.add(total, 1, out=total).item()),
+    "a list": kept(list, lambda items: items.append(0) or len(items)),
+    "a cache": kept(lambda: functools.lru_cache(lambda n: n), lambda known: known(known.cache_info().currsize) + 1),
+    "a generator of torch": kept(torch.Generator, lambda generator: torch.rand((), generator=generator)),
+    "a generator of NumPy": kept(lambda: np.random.default_rng(0), lambda generator: generator.random()),
 }
 
 
-def sums(step, x, chunk, S=0.01, one_at_a_time=False):
-    module = Model(step).double()
-    engine, _ = engine_of(module, S)
-    if one_at_a_time:
-        engine.step.mode = LOOP
-    else:
-        try:
-            engine.step.decide(Chunk.of(nn.Module.__call__, x, len(x)))  # as the dry run does
-        except NoLoss:
-            engine.step.mode = LOOP
-    engine.begin()
-    for part in x.split(chunk):
-        engine.add_chunk(nn.Module.__call__, part.clone(), len(part))
-    return torch.cat([engine._sums.get(name, torch.zeros_like(p)).flatten() for name, p in module.named_parameters()])
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_record_less_takes_its_own_contribution(step):
-    """The first record is larger than all others together, takes other branches, and has another sign."""
-    torch.manual_seed(0)
-    x = torch.randn(N, 4, 6).double()
-    x[0] = -1000 * x[0].abs() - 1000
-    whole, first = sums(step, x, 5), sums(step, x[:1], 1)
-    assert first.norm() <= 0.01 * (1 + 1e-9)
-    assert torch.allclose(whole, sums(step, x[1:], 5) + first, atol=1e-12)
-    assert torch.allclose(whole, sums(step, x, N), atol=1e-12)
-    assert torch.allclose(whole, sums(step, x, N, one_at_a_time=True), atol=1e-12)
+@pytest.mark.parametrize(
+    "place, untraced", [*((place, False) for place in PLACES), ("a list", True), ("a class", True)]
+)
+def test_a_step_that_keeps_something_anywhere_is_refused(place, untraced):
+    """A record's loss is scaled by what the step comes to."""
+    state = PLACES[place]()
+    module = Model(lambda m, x: m.linear(x).tanh().sum() * state() * (1 + (untraced and asking(x))))
+    if place in ("an attribute", "a list"):
+        module.state = state
+    with pytest.raises(ConfigError, match="keeps state of a record"):
+        sums_of(engine_of(module), nn.Module.__call__, records())
 
 
 def seeded_and_set_back():
@@ -174,11 +86,9 @@ def seeded_and_set_back():
 
 
 SEEDS = {
-    "seeded": lambda: torch.manual_seed(7),
-    "seeded and set back": seeded_and_set_back,
-    "Python's": lambda: random.seed(7),
-    "NumPy's": lambda: np.random.seed(7),
-}
+    "at first": lambda: torch.manual_seed(7), "set back": seeded_and_set_back,
+    "by the generator": lambda: torch.default_generator.manual_seed(7),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SEEDS)
@@ -187,11 +97,36 @@ def test_a_step_does_not_seed(kind):
         SEEDS[kind]()
         return (m.linear(x) * (torch.rand(6) - 0.5)).sum()
 
-    state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([]), pytest.raises(ConfigError, match="seeded inside training_step"):
-        sums(seeding, torch.randn(N, 4, 6).double(), N)
-    assert random.getstate() == state[0] and np.array_equal(np.random.get_state()[1], state[1][1])
+        sums_of(engine_of(Model(seeding)), nn.Module.__call__, records())
     torch.manual_seed(0)  # elsewhere one may
+
+
+@pytest.mark.parametrize("untraced", [False, True])
+def test_a_parameter_that_no_group_releases_is_not_trained(untraced):
+    stranger = nn.Linear(6, 6).double()
+    module = Model(lambda m, x: (m.linear(x) + stranger(x)).sum() * (1 + (untraced and asking(x))))
+    with pytest.raises(ConfigError, match="that no group releases"):
+        sums_of(engine_of(module), nn.Module.__call__, records())
+
+
+# What only records by themselves are given
+
+
+def totals_of(step, batches, **options):
+    """The sums of several sets of records, each by an engine of its own."""
+    found = []
+    for batch in batches:
+        engine = engine_of(Model(step), **options)
+        engine.begin()
+        with nothing_shown():
+            engine.add_chunk(lambda m, one: m.step(m, one), batch, len(tree_leaves(batch)[0]))
+        found.append({"weight": engine._sums["linear.weight"]})
+    return found
+
+
+def assert_adds_up(whole, others, first):
+    assert norm_of(whole, {"weight": others["weight"] + first["weight"]}) < 1e-12
 
 
 def test_arrays_in_a_batch_are_each_records_own():
@@ -201,59 +136,51 @@ def test_arrays_in_a_batch_are_each_records_own():
             array[0] = -1
         return m.linear(x).sum() * float(array[0])
 
-    totals = []
-    x, array = torch.randn(N, 4, 6).double(), np.ones(1)
-    x[0] *= 1e4
-    for rows in (x, x[1:], x[:1]):
-        module = Model(written).double()
-        engine, _ = engine_of(module)
-        engine.begin()
-        with pytest.warns(UserWarning, match="a batch holds a ndarray"):
-            engine.add_chunk(nn.Module.__call__, (rows, array), len(rows))
-        totals.append(engine._sums["linear.weight"])
-    assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12) and array[0] == 1
+    x, array = records(), np.ones(1)
+    assert_adds_up(*totals_of(written, [(some, array) for some in (x, x[1:], x[:1])]))
+    assert array[0] == 1
 
 
 def test_the_graph_of_a_record_leads_to_no_other():
     def looking(m, x):
-        shown = x.grad_fn or x
         asking(x)
-        for following, _ in getattr(shown, "next_functions", ()):
+        for following, _ in getattr(x.grad_fn or x, "next_functions", ()):
             if following is not None and hasattr(following, "variable"):
                 return m.linear(x).sum() * following.variable.detach().sum()
         return m.linear(x).sum()
 
-    totals = []
-    x = torch.randn(N, 4, 6).double()
-    for rows in (x, x[1:], x[:1]):
-        module = Model(looking).double()
-        engine, _ = engine_of(module)
-        engine.begin()
-        engine.add_chunk(nn.Module.__call__, rows.clone().requires_grad_(), len(rows))
-        totals.append(engine._sums["linear.weight"])
-    assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12)
+    x = records()
+    assert_adds_up(*totals_of(looking, [some.clone().requires_grad_() for some in (x, x[1:], x[:1])]))
 
 
-def forked(module, one):
+def forked(m, x):
     with torch.random.fork_rng():
-        return torch.rand(()) * module(one).sum()
+        return torch.rand(()) * m.linear(x).sum()
 
 
-def set_back(module, one):
+def set_back(m, x):
     state = torch.get_rng_state()
     drawn = torch.rand(())
     torch.set_rng_state(state)
-    return drawn * module(one).sum()
+    return drawn * m.linear(x).sum()
 
 
-@pytest.mark.parametrize("loss", [forked, set_back])
-def test_random_numbers_come_again_only_if_the_step_says_so(loss):
+@pytest.mark.parametrize("step", [forked, set_back])
+def test_random_numbers_come_again_only_if_the_step_says_so(step):
     torch.manual_seed(0)
-    module = nn.Linear(1, 1, bias=False)
-    engine, _ = engine_of(module, 1e9)
-    drawn = []
-    for _ in range(4):
-        engine.begin()
-        engine.add_chunk(loss, torch.ones(1, 1, 1), 1)
-        drawn.append(engine._sums["weight"].item())
-    assert len({round(number, 6) for number in drawn}) == 4 and round(random.Random(0).random(), 6) not in drawn
+    engine = engine_of(Model(step), 1e9)
+    drawn = [norm_of(sums_of(engine, nn.Module.__call__, torch.ones(1, 4, 6).double())) for _ in range(4)]
+    assert len({round(number, 6) for number in drawn}) == 4
+
+
+def test_the_price_of_a_traced_step_is_told_before_the_first_round(tmp_path):
+    module = nn.Linear(4, 4)
+    plan = plan_of(module, n=100, q=0.3, steps=4, noise_multiplier=1.0)
+    private = dpexp.Private(module, torch.optim.SGD(module.parameters(), 0.1), plan, tmp_path / "ledger.jsonl")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for sample in private.rounds(TensorDataset(torch.randn(100, 4))):
+            assert bool(private.rounds_done) == any("this job's 4 rounds" in str(w.message) for w in told)
+            private.step(lambda model, record: model(record[0]).square().sum(), sample)
+    (said,) = [str(w.message) for w in told if "this job's 4 rounds" in str(w.message)]
+    assert "times the gradients of a plain step; for" in said

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import result_of, store_of
 from plans import plan_of
-from reference import clipped_sums, factor
-from test_clipped_sums import KINDS, MECHANISMS, B, case, cross_entropy, relative_error, sums_of
+from reference import cross_entropy, factor, relative_error, sums_apart, sums_of
+from test_clipped_sums import KINDS, case, of_kind
 from torch import nn
 
 from dpexp.accounting.releases import releases
@@ -87,37 +87,35 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 
 @pytest.mark.parametrize(
     ("clip", "mechanism", "grouping", "name"),
-    [(clip, *KINDS[(i + k) % 4], ("convolutions", "tied")[(i + k // 2) % 2])
+    [(clip, *KINDS[(i + k) % 4], ("convolutions", "tied language model")[(i + k // 2) % 2])
      for i, clip in enumerate(RULES) for k in (0, 3)],
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
     module, batch = case(name)
-    choices = {"clip_rule": clip, "group": getattr(groups, grouping)(), "mechanism": MECHANISMS[mechanism]}
-
-    def loss_of(one):
-        return cross_entropy(module(one[0]), one[1])
+    choices = {"clip_rule": clip} | of_kind(mechanism, grouping)
 
     def observed(bound):
         plan = own_plan(module, clip_norm=bound, **choices)
         engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
-        sums = sums_of(engine, loss_of, batch)
+        sums = sums_of(engine, cross_entropy, batch)
         norms = {g: [o[f"norm/{g.name}"] for o in engine.observations if f"norm/{g.name}" in o] for g in plan.groups}
-        return plan, sums, {g.name: torch.cat(found) / g.S if found else torch.ones(1) for g, found in norms.items()}
+        return engine, sums, {g.name: torch.cat(found) / g.S if found else torch.ones(1) for g, found in norms.items()}
 
     *_, before = observed(clipping.FixedClipNorm(1.0))
-    plan, sums, found = observed(clipping.FixedClipNorm({name: 1.01 * float(x.median()) for name, x in before.items()}))
+    engine, sums, found = observed(
+        clipping.FixedClipNorm({name: 1.01 * float(x.median()) for name, x in before.items()})
+    )
     assert any((x < 1).any() and (x > 1).any() for x in found.values())
-    assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
+    assert relative_error(sums, sums_apart(engine, cross_entropy, batch)) < 1e-9
 
 
 @named
 def test_float32_equals_one_record_at_a_time(clip):
     module, batch = case("convolutions", torch.float32)
     plan = own_plan(module, clip_rule=clip, clip_norm=clipping.FixedClipNorm(0.7))
-    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
-    sums = sums_of(PrivateRound(plan, module, GaussianNoise()), loss_of, batch)
-    assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
+    engine = PrivateRound(plan, module, GaussianNoise())
+    assert relative_error(sums_of(engine, cross_entropy, batch), sums_apart(engine, cross_entropy, batch)) < 1e-5
 
 
 # No record contributes more than S
