@@ -9,7 +9,6 @@ round is not in the ledger. All receive the same bits, so that their weights sta
 
 import hashlib
 import pickle
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +26,12 @@ from dpexp._torch_compat import tree_leaves, without_process_group
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError, is_own
-from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.sampling.batches import FailedRecord
+from dpexp.privacy.sampling.fetching import attempt
 from dpexp.privacy.state_checks import bits_of, digest_as_integer
 
-_MAX_PARCEL = 2**22  # entries that are sent together
 _COMPARED_RECORDS = 32
 _MAX_MESSAGE = 5000  # characters
 LOST = (
@@ -121,40 +121,21 @@ class Processes:
     def reduce_to_main(self, sums: Mapping[str, Tensor]) -> None:
         """Adds the other processes' tensors to the main one's. Only the main process receives them: a reduction would
         pass partial sums through the others."""
-        if not self.is_single:
-            self._in_parcels([*sums.values()], self._gather)
+        for total in () if self.is_single else sums.values():
+            own = total.to(self._device).contiguous()
+            every = [torch.empty_like(own) for _ in range(self.count)] if self.is_main else None
+            with _lost():
+                dist.gather(own, every, 0)
+            for other in (every or [])[1:]:
+                total += other.to(total.device)
 
     def broadcast(self, released: Mapping[str, Tensor]) -> None:
         """Copies the main process's tensors to all others."""
-        if not self.is_single:
-            self._in_parcels([*released.values()], lambda flat: dist.broadcast(flat, 0))
-
-    def _gather(self, flat: Tensor) -> None:
-        every = [torch.empty_like(flat) for _ in range(self.count)] if self.is_main else None
-        dist.gather(flat, every, 0)
-        for other in (every or [])[1:]:
-            flat += other
-
-    def _in_parcels(self, tensors: Sequence[Tensor], exchange: Any) -> None:
-        for some in _parcels(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in some]).to(self._device)
+        for tensor in () if self.is_single else released.values():
+            own = tensor.to(self._device).contiguous()
             with _lost():
-                exchange(flat)
-            for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-
-def _parcels(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of tensors with equal dtype and device, of about _MAX_PARCEL entries."""
-    parcel: list[Tensor] = []
-    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.dtype), str(tensor.device))):  # stable
-        key = (tensor.dtype, tensor.device)
-        if parcel and ((parcel[0].dtype, parcel[0].device) != key or sum(t.numel() for t in parcel) >= _MAX_PARCEL):
-            yield parcel
-            parcel = []
-        parcel.append(tensor)
-    if parcel:
-        yield parcel
+                dist.broadcast(own, 0)
+            tensor.copy_(own)
 
 
 @contextmanager
@@ -210,22 +191,11 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
         return digest_as_integer(seen.digest())
     if type(dataset) is Subset:
         seen.update(np.asarray(dataset.indices, dtype=np.int64).tobytes())
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([]):
-            for k in range(min(size, _COMPARED_RECORDS)):
-                random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
-                try:
-                    leaves = tree_leaves(dataset[k * size // min(size, _COMPARED_RECORDS)])
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:
-                    leaves = [type(error).__name__]
-                for leaf in leaves:
-                    seen.update(bits_of(leaf))
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    for k in range(min(size, _COMPARED_RECORDS)):
+        with own_randomness(torch.device("cpu"), KeyStream(bytes(32))):
+            record = attempt(lambda i: dataset[i], k * size // min(size, _COMPARED_RECORDS))
+        for leaf in tree_leaves("failed" if isinstance(record, FailedRecord) else record):
+            seen.update(bits_of(leaf))
     return digest_as_integer(seen.digest())
 
 

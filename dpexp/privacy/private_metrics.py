@@ -93,32 +93,25 @@ def _release(key: str, name: str, entry: Any) -> MetricRelease:
         )
     share = positive(f"{key}.budget_share", entry["budget_share"])
     every = positive_integer(f"{key}.every_n_rounds", entry.get("every_n_rounds", 1))
-    if "values" not in entry:
-        if "clip_norm" not in entry:
-            raise ConfigError(f"{key}={dict(entry)} must set clip_norm, the bound on one record's value.")
-        vector = Vector(name, (value_key(name),), positive_integer(f"{key}.dim", entry.get("dim", 1)))
-        return MetricRelease(
-            (vector,), GroupClipping((1.0,), positive(f"{key}.clip_norm", entry["clip_norm"])), share, every
-        )
-    values = entry["values"]
-    if not isinstance(values, Mapping) or not values or "dim" in entry:
+    if "clip_norm" not in entry and "values" not in entry:
+        raise ConfigError(f"{key}={dict(entry)} must set clip_norm, the bound on one record's value.")
+    values = entry.get("values", {name: {"alpha": 1.0, "dim": entry.get("dim", 1)}})
+    if not isinstance(values, Mapping) or not values or ("values" in entry and "dim" in entry):
         raise ConfigError(f"{key}.values={values} must map names, such as {{a: {{alpha: 1}}}}, each with its own dim.")
     vectors, alphas = [], []
     for value, one in values.items():
+        where = f"{key}.values.{value}" if "values" in entry else key
         if not isinstance(value, str):
             raise ConfigError(f"{key}.values: {value} must be a name.")
         if not isinstance(one, Mapping) or not {"alpha"} <= set(one) <= {"alpha", "dim"}:
-            raise ConfigError(f"{key}.values.{value}={one} must set alpha, the scale, and dim if it is above 1.")
-        dim = positive_integer(f"{key}.values.{value}.dim", one.get("dim", 1))
+            raise ConfigError(f"{where}={one} must set alpha, the scale, and dim if it is above 1.")
+        dim = positive_integer(f"{where}.dim", one.get("dim", 1))
         vectors.append(Vector(value, (value_key(value),), dim))
-        alphas.append(positive(f"{key}.values.{value}.alpha", one["alpha"]))
+        alphas.append(positive(f"{where}.alpha", one["alpha"]))
     S = positive(f"{key}.clip_norm", entry.get("clip_norm", math.sqrt(len(vectors))))
-    return MetricRelease(
-        tuple(vectors),
-        GroupClipping(tuple(alphas), at_most_root(f"{key}.clip_norm={S}", S, len(vectors))),
-        share,
-        every,
-    )
+    if "values" in entry:
+        S = at_most_root(f"{key}.clip_norm={S}", S, len(vectors))
+    return MetricRelease(tuple(vectors), GroupClipping(tuple(alphas), S), share, every)
 
 
 def release(name: str, value: Any) -> None:
