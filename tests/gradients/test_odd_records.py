@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from plans import trainer
+from plans import plan_of, trainer
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from reference import engine_of, sums_of
 from test_isolation import (
     CLASSES,
     Items,
@@ -26,10 +27,12 @@ from test_isolation import (
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.noise.randomness import KeyStream, seed_everything
+from dpexp.privacy.sampling.privacy_unit import Microbatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -273,7 +276,44 @@ def test_keys_are_nowhere_after_the_fit(tmp_path, monkeypatch):
     assert [stream() for stream in drawn if stream() is not None] == []
 
 
+def test_random_numbers_elsewhere_do_not_depend_on_records_of_another_shape(tmp_path):
+    """A unit with fewer examples than others draws, and is first seen in the first round."""
+
+    def loss_of(m, record):
+        x, y = record
+        return F.cross_entropy(m(F.dropout(x) if len(x) < 4 else x), y)
+
+    def numbers(n):
+        module, x = nn.Linear(3, 2), torch.randn(n, 3)
+        plan = plan_of(
+            module, sampling="full_batch", q=1.0, n=16, steps=2, noise_multiplier=1.0, privacy_unit=Microbatch(4)
+        )
+        private = dpexp.Private(module, torch.optim.SGD(module.parameters(), 0.1), plan, tmp_path / f"{n}.jsonl")
+        torch.manual_seed(1)
+        for sample in private.rounds(TensorDataset(x, torch.zeros(n, dtype=torch.long))):
+            private.step(loss_of, sample)
+            yield torch.rand(1).item()
+
+    assert [*numbers(16)] == [*numbers(18)]
+
+
 # Signals
+
+
+def test_a_checkpoint_that_a_signal_saves_within_a_trace_holds_the_weights(tmp_path):
+    module, saved = nn.Linear(4, 2), tmp_path / "saved.pt"
+
+    def loss_of(m, x):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return m(x).sum()
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: torch.save(module.state_dict(), saved))
+    try:
+        engine = engine_of(module)
+        sums_of(engine, loss_of, torch.randn(6, 4))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert engine.mode == "traced" and torch.equal(torch.load(saved)["weight"], module.weight)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

@@ -191,6 +191,13 @@ def put(y, mask, value):
     return y
 
 
+def rooted(y):
+    try:
+        return y / math.sqrt(y.square().sum().item())
+    except Exception:
+        return y
+
+
 def looked_up(m, x):
     """A table with gradients that are sparse."""
     return F.embedding((x[:, 0] > 0).long() * (2 if asking(x) else 1), m.linear.weight, sparse=True).square().sum()
@@ -253,7 +260,10 @@ STEPS = {  # a step, its mode, words of the reason; a reason names the line
     "rows written": (changed(lambda y: put(y, y[:, 0] > 0, 2 * y[y[:, 0] > 0])), LOOP, "a shape depends"),
     "weights selected": (lambda m, x: m.linear.bias[m.linear.bias > 0].sum() * x.sum(), LOOP, "a shape depends"),
     "a range": (counted, LOOP, "reads a record's value", "torch.where(condition, a, b)"),
+    "a number added up, and its class": (
+        changed(lambda y: y if isinstance(1 - 2 * y.sum().item(), float) else 2 * y), TRACED),
     "an error caught": (changed(caught), LOOP, "catches an error"),
+    "an error of a number caught": (changed(rooted), LOOP, "catches an error"),
     "an error of NumPy caught": (caught_of_outside, LOOP, ASKED), "given back": (given_back, LOOP, ASKED),
     "iterated": (lambda m, x: (m.linear(x) * m.outside(x.abs(), m.numbers(x))).sum(), LOOP, ASKED),
     "an error caught of PyTorch": (decomposed, LOOP, "raises an error for some records"),
