@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from torch.utils.data.dataloader import default_collate
 
 from dpexp._lightning_compat import pl
 from dpexp._torch_compat import TreeSpec, register_pytree_node, tree_children, tree_flatten, tree_map, tree_unflatten
 from dpexp.errors import ConfigError, is_own, words_of
+from dpexp.privacy.sampling.privacy_unit import Units
 
 
 @dataclass
@@ -62,6 +63,27 @@ class RecordBatch:
         return RecordBatch(
             self.size, tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self.batch)
         )
+
+
+class Rows(Dataset):
+    """A TensorDataset, whose rows are fetched and collated at once, since none can change another."""
+
+    def __init__(self, dataset: TensorDataset, units: Units | None) -> None:
+        self._tensors, self._units = dataset.tensors, units
+
+    def __getitems__(self, drawn: list[Any]) -> list[RecordBatch]:
+        if self._units is None:
+            if not drawn:
+                return []
+            rows = torch.tensor(drawn)
+            return [RecordBatch(len(drawn), [tensor.index_select(0, rows).unsqueeze(1) for tensor in self._tensors])]
+        by_size: dict[int, list[list[int]]] = {}
+        for positions in drawn:
+            by_size.setdefault(len(positions), []).append(positions)
+        return [
+            RecordBatch(len(some), [tensor[torch.tensor(some)] for tensor in self._tensors])
+            for some in by_size.values()
+        ]
 
 
 class SingleCollation:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,29 +20,8 @@ from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream, seed_everything
-from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch, SingleCollation
+from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch, Rows, SingleCollation
 from dpexp.privacy.sampling.privacy_unit import Units
-
-
-class _Rows(Dataset):
-    """A TensorDataset, whose rows are fetched and collated at once, since none can change another."""
-
-    def __init__(self, dataset: TensorDataset, units: Units | None) -> None:
-        self._tensors, self._units = dataset.tensors, units
-
-    def __getitems__(self, drawn: list[Any]) -> list[RecordBatch]:
-        if self._units is None:
-            if not drawn:
-                return []
-            rows = torch.tensor(drawn)
-            return [RecordBatch(len(drawn), [tensor.index_select(0, rows).unsqueeze(1) for tensor in self._tensors])]
-        by_size: dict[int, list[list[int]]] = {}
-        for positions in drawn:
-            by_size.setdefault(len(positions), []).append(positions)
-        return [
-            RecordBatch(len(some), [tensor[torch.tensor(some)] for tensor in self._tensors])
-            for some in by_size.values()
-        ]
 
 
 class Seeding:
@@ -84,11 +62,11 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def fetcher(loader: Any, units: Units | None = None, of_copy: bool = False) -> "_Rows | RecordFetcher":
+def fetcher(loader: Any, units: Units | None = None, of_copy: bool = False) -> "Rows | RecordFetcher":
     """The data set of chunks of records; `of_copy`: of a copy of the user's, which opens files of its own."""
     dataset: Any = sampled_dataset(loader)
     if only_rows(loader):
-        return _Rows(dataset, units)
+        return Rows(dataset, units)
     return RecordFetcher(copied(dataset) if of_copy else dataset, loader.collate_fn, units)
 
 
