@@ -2,8 +2,8 @@
 
 All processes draw the same sample, by a key from the main process, and the same assignment of its records to processes.
 Each record is clipped by one process, so that contributions and sensitivity are those of a single process. The main
-process adds up the parts, writes the round to the ledger, confirms this to the others, adds the noise once, and
-broadcasts the release. No other process ever holds more than its own part of a sum without noise, nor a release whose
+process writes the round to the ledger and confirms this to the others; then it adds up the parts, adds the noise once,
+and broadcasts the release. No other process ever holds more than its own part of a sum without noise, nor a release whose
 round is not in the ledger. All receive the same bits, so that their weights stay equal, which is compared every round.
 """
 
@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -264,14 +265,14 @@ class SharedLedger:
             if processes.is_main:
                 self._writer = begin()
         found: Ledger = processes.broadcast_object(self._writer.ledger if self._writer else None)
-        self._adjacency, self._counts, self._reason = found.adjacency, Counter(found.rounds), found.not_private_reason
+        self._begun, self._counts = found, Counter(found.rounds)
         self._sampling: SamplingEvent | None = None
         self._queries: list[Query] = []
 
     @property
     def ledger(self) -> Ledger:
         """The committed rounds."""
-        return Ledger(self._adjacency, dict(self._counts), not_private_reason=self._reason)
+        return replace(self._begun, rounds=dict(self._counts))
 
     @property
     def position(self) -> dict[str, Any] | None:

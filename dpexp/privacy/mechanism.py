@@ -11,8 +11,8 @@ Formal guarantees:
 
 *Sensitivity.* Each record adds at most S to the group's sum, in the group's scaled norm, whatever its data and the clip
 rule. Adding or removing a record, or replacing it by one that contributes nothing, moves the sum by at most S;
-replacing it by another record moves it by at most 2 S (`GroupMechanism.sensitivity`). The accountant divides sigma by
-as much. Noise with bands is correlated over rounds: `dpexp.privacy.noise.correlated` says what that costs.
+replacing it by another record moves it by at most 2 S (`accounting.coverage.SENSITIVITY`). The accountant divides sigma
+by as much. Noise with bands is correlated over rounds: `dpexp.privacy.noise.correlated` says what that costs.
 
 *Floating point.* The bound holds as computed: norms are float64 and never below the true norm of what is added in
 float32 (proof: `dpexp.privacy.gradients.norms`), and S is reduced by the rounding of the multiplication by c
@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.norms import LARGEST, UNIT
 from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
@@ -81,10 +80,6 @@ class GroupMechanism:
 
     group: Group
 
-    def sensitivity(self, adjacency: str) -> float:
-        """How far one record moves the sum, in the group's scaled norm."""
-        return self.group.S * SENSITIVITY[adjacency]
-
     def norms(
         self, gradients: dict[str, LayerGradient], alphas: Sequence[float | Tensor] | None = None
     ) -> ScaledNorms | None:
@@ -93,7 +88,8 @@ class GroupMechanism:
         if not parts:
             return None
         squares = torch.stack([_over(part.gradient.squared_norms(), part.alpha, 2) for part in parts])
-        return ScaledNorms(parts, squares, squares.sum(0).sqrt())
+        rounding = 1 + (len(parts) + 4) * 2.0**-53  # of the sum, its root and the division by alpha
+        return ScaledNorms(parts, squares, squares.sum(0).sqrt() * rounding)
 
     def add(self, found: ScaledNorms, S: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None) -> None:
         """Adds sum_i c_i v^i of a chunk to each parameter's sum, in place, and drops the gradients.
@@ -135,7 +131,7 @@ def clip_factors(rule: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, w
 
 
 def add_noise(groups: Iterable[Group], sums: Mapping[str, Tensor], noise: CorrelatedNoise, denominator: float) -> None:
-    """Adds alpha_j N(0, sigma^2 I) to each sum and divides by qn, in place."""
+    """Adds alpha_j sigma y_t to each sum, for independent or banded normal noise y_t, and divides by qn, in place."""
     noisy = [Noisy(name, sums[name], alpha * group.sigma, group.bands) for group, alpha, name in by_parameter(groups)]
     noise.add_to(noisy, divisor=denominator)
 

@@ -100,9 +100,9 @@ class Private(PrivateTraining):
         """One round: releases the sample's average gradient with noise, and lets the optimizer step.
 
         Args:
-            loss_of: the loss of one record, from the model, or a copy of it, and the record as a batch of one. It is
-                traced in the first round, and its Python runs only then; what it reads besides the model and the record
-                is read then.
+            loss_of: the loss of one record, from the model, or a copy of it, and the record as a batch of one. Its
+                Python runs only while it is traced, in the first round and where attributes or shapes are new; what it
+                reads besides the model and the record is read then.
             sample: the present one of `rounds`.
         """
         if self._sample is None or sample is not self._sample:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +86,11 @@ class PrivateRound:
         }
         self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self._values = Values(values, next(iter(self.parameters.values()), torch.zeros(())))
-        planned = {name for vector in vectors for name in vector.parameters} - set(values)
-        if planned != set(self.parameters):
-            odd = sorted(planned.symmetric_difference(self.parameters))
+        planned = Counter(name for vector in vectors for name in vector.parameters if name not in values)
+        if planned != Counter([*self.parameters]):
+            odd = sorted(
+                {name for name in {**planned, **self.parameters} if planned[name] != (name in self.parameters)}
+            )
             raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
         for name, parameter in self.parameters.items():
             if parameter.is_complex():
@@ -222,9 +225,7 @@ class PrivateRound:
             self.skip(failed, RecordError("an index or a label is out of range."))
         if size > 1 and "finite" not in self._warned and not bool(found["finite"].any()):
             self._warned.add("finite")
-            warnings.warn(
-                "no record of a chunk has finite gradients; they contribute nothing, and what is released is noise."
-            )
+            warnings.warn("no record of a chunk has finite gradients; they contribute nothing.")
         if self.observe:
             norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
             self.observations.append({"loss": found["loss"], **norms})

@@ -36,7 +36,7 @@ class RunningEpsilon:
 
     def begin(self, ledger: Ledger, completed: int) -> None:
         """Begins or resumes a fit after `completed` rounds; the ledger may have further rounds of a lost state."""
-        self._before, self._since = replace(ledger, record=self._plan.privacy_unit.to_header()), completed
+        self._before, self._since = ledger, completed
         self._look_ahead(completed)
 
     def due(self, completed: int) -> bool:

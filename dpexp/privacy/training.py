@@ -283,13 +283,8 @@ class PrivateTraining:
             for records in parts:
                 if isinstance(records, FailedRecord):
                     engine.skip(1, records.reason)
-                    continue
-                try:
-                    records = records.to(device)
-                except Exception as error:
-                    engine.skip(records.size, error)
                 else:
-                    engine.add_chunk(loss_of, records.batch, records.size)
+                    engine.add_chunk(loss_of, records.to(device).batch, records.size)
         return position.digest
 
     def _release(self, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ The file is append-only and readable without this package:
 
 The header says what it and the other lines mean. It has a random number that identifies the run, and may have `record`,
 the privacy unit, and `not_private`, why the rounds do not cover all that the run shows. Each distinct round is
-described once, as a numbered spec; each round is one short line, [line, spec, link], which is on disk before the
+described once, as a numbered spec; each round is one short line, [line, spec, link], which is in the file before the
 round's result is used. So a crash can count one round too many, never one too few.
 
 *Links.* A link is the first four hex digits of the SHA-256 of all bytes of the file before it. If a line was lost,

@@ -32,7 +32,7 @@ _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
 _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
 _SHAPES_TRACED = 17  # from which on a warning is given
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
-_COMPARED_ROUNDS = 4  # first rounds before which attributes are compared, those that begin epochs not counted
+_COMPARED_ROUNDS = 3  # after the first, before which attributes are compared; those that begin epochs are not counted
 _MAX_CHANGES = 2  # with more between epochs, the step is no longer traced
 
 Settings = Callable[[], AbstractContextManager]
@@ -83,7 +83,7 @@ class Step:
         self._refused: dict[Hashable, str] = {}  # why records of a shape are not traced
         self._calls = self._changes = 0
         self._by_epoch = False  # the step reads the number of the epoch
-        self._warned = False
+        self._some_alone = False  # records of some shapes run one at a time
 
     @property
     def digest(self) -> int:
@@ -105,7 +105,7 @@ class Step:
     @property
     def is_random(self) -> bool:
         """Whether the step may draw random numbers."""
-        return self.mode != TRACED or self._warned or any(graphs.one.draws for graphs in self._graphs.values())
+        return self.mode != TRACED or self._some_alone or any(graphs.one.draws for graphs in self._graphs.values())
 
     @property
     def _usual_shape(self) -> Graphs:
@@ -195,7 +195,7 @@ class Step:
         if self.mode != TRACED:
             return
         self._calls += not epoch_begins
-        due, usual = epoch_begins or self._calls < _COMPARED_ROUNDS, self._usual_shape.one
+        due, usual = epoch_begins or self._calls <= _COMPARED_ROUNDS, self._usual_shape.one
         hooked = due and changed(usual.attributes, attributes(self._module))
         stale = any(graphs.one.specs != graphs.one.inputs.specs() for graphs in self._graphs.values())
         if hooked or stale or (epoch_begins and self._by_epoch):
@@ -250,9 +250,8 @@ class Step:
         except Exception as error:
             shapes = describe([tensor[0] for tensor in chunk.tensors])
             self._refused[key] = f"training_step cannot be traced for records of {shapes}: {explain(error)}"
-        finally:
-            if difference(usual.one, self._trace(replace(self._reference, loss_of=chunk.loss_of))) is not None:
-                raise ConfigError(STEP_CHANGED)
+        if difference(usual.one, self._trace(replace(self._reference, loss_of=chunk.loss_of))) is not None:
+            raise ConfigError(STEP_CHANGED)
 
     def _test_alone(self, chunks: Sequence[Chunk]) -> None:
         """Tests a step that is not traced, and says how long it takes."""
@@ -284,9 +283,9 @@ class Step:
             graphs = self._graphs_of(chunk)
         except NotTraceable as reason:
             # The shapes of other records, which decide the mode, must not decide what a record contributes.
-            if not self._warned:
+            if not self._some_alone:
                 warnings.warn(f"some records are processed one at a time, which is slow: {reason}")
-                self._warned = True
+                self._some_alone = True
             with own_state(self._device):
                 each = [*self._add_each(chunk, clip_norms, sums)]
             yield from each
