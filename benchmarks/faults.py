@@ -50,9 +50,9 @@ NOISE, ENGINE, SAMPLING = "privacy/noise/continuous.py", "privacy/round.py", "pr
 MECHANISM, PLAN, TRAINING = "privacy/mechanism.py", "privacy/plan/plan.py", "privacy/training.py"
 ROUNDING, WRITING, EVENTS = "privacy/gradients/norms.py", "accounting/ledger/writer.py", "accounting/ledger/events.py"
 PREPARING, CLAIMS = "privacy/preprocessing.py", "accounting/releases.py"
-TRACE, COPY, FACTORS, LIFTED, LAYERS, GRAPH, GRAPHS, ALONE, RECURRENT, COMPILED = (
+TRACE, COPY, FACTORS, LIFTED, LAYERS, GRAPH, GRAPHS, STEP, ALONE, RECURRENT, COMPILED = (
     f"privacy/gradients/{name}.py"
-    for name in ("one_record", "module_copy", "factors", "lifted", "layer_gradients", "graph", "graphs",
+    for name in ("one_record", "module_copy", "factors", "lifted", "layer_gradients", "graph", "graphs", "step",
                  "one_at_a_time", "recurrent", "compiled")
 )  # fmt: skip
 
@@ -109,22 +109,16 @@ FAULTS = [
           "together == together}", "clipped_sums -k odd_record"),
     fault("padding counts as records", "privacy/gradients/graphs.py", "counted, padded = index < chunk.size",
           "counted, padded = index >= 0", "one_record -k padding_adds"),
-    fault("labels out of range count", "privacy/gradients/graphs.py", "counted & gradients.in_range", "counted",
+    fault("labels out of range count", "privacy/gradients/clipped_sums.py", "counted & gradients.in_range", "counted",
           "clipped_sums -k odd_record"),
     fault("no graph is proved", "privacy/gradients/graph.py", "    if size == 1:\n        return\n", "    return\n",
           "one_record -k by_the_proof"),
     fault("a changed weight is not looked for", "privacy/gradients/one_at_a_time.py", "now.get(name) != was), None)",
           "False), None)", "contract -k clamped"),
     fault("a record's loss after others is not looked at", "privacy/gradients/one_at_a_time.py",
-<<<<<<< HEAD
-          "if after != before:", "if False:", "isolation -k keeps_something_anywhere"),
+          "if after != before:", "if False:", "records_apart -k keeps_something"),
     fault("statistics for standardizing are not clipped", PREPARING,
           "c = clip_factors(Abadi(), norms, ", "c = clip_factors(Abadi(), norms.clamp(max=1e-3), ",
-=======
-          "if after != before:", "if False:", "records_apart -k keeps_something"),
-    fault("statistics for standardizing are not clipped", "privacy/preprocessing_methods.py",
-          "length.clamp(min=1e-300)).clamp(max=1.0)\n", "length.clamp(min=1e-300)).clamp(min=1.0)\n",
->>>>>>> tests
           "preprocessing -k one_record_more"),
     fault("a user trains on all examples", "privacy/sampling/privacy_unit.py",
           "permutation(m)[: self._max_examples].tolist()", "permutation(m).tolist()",
@@ -132,8 +126,10 @@ FAULTS = [
     # The gradient of a record: trace and copy
     fault("what a step keeps is not looked at", TRACE, "        if buffers or again is None or", "        if False and",
           "contract -k queue"),
-    fault("an error that the step catches is not seen", TRACE, "if mode.error is not None:", "if False:",
-          "contract -k try"),
+    fault("an error that the step catches is not seen", TRACE, "mode.error is not None or ", "",
+          "steps -k caught"),
+    fault("a number that the step catches is not seen", "privacy/gradients/branches.py",
+          "        DataDependent.raised += 1", "        pass", "steps -k number"),
     fault("Python's generator is not looked at", TRACE, "if python_random_states() != python_random:", "if False:",
           "steps -k generator"),
     fault("a weight may be changed inside the step", "privacy/gradients/operators.py",
@@ -142,7 +138,8 @@ FAULTS = [
           "ordinary_steps -k memory"),
     fault("a parameter outside the plan may be trained", "privacy/gradients/per_example.py",
           "leaf.numel() and id(leaf) not in known", "False", "records_apart -k releases"),
-    fault("a step may seed", "privacy/gradients/per_example.py", "setattr(place, name, _refuse_seeding)", "pass",
+    fault("a step may seed", "privacy/gradients/per_example.py",
+          'patch.object(torch, "manual_seed", _refuse_seed), ', "",
           "records_apart -k seed"),
     fault("a copy shares buffers", COPY, "lambda t: t if id(t) in parameters else _clone(t))", "lambda t: t)",
           "contract -k untraced"),
@@ -195,10 +192,16 @@ FAULTS = [
           "one_record -k another_size"),
     fault("a row that is not finite is not replaced", GRAPHS, "padded.rows(torch.where(finite, index, good))", "padded",
           "clipped_sums -k odd_record"),
-    fault("a step that has changed unseen", GRAPHS, "if self.changed(chunk) is not None:", "if False:",
+    fault("a step that has changed unseen", STEP, "        if difference(usual.one, self._trace(replace(",
+          "        if False and difference(usual.one, self._trace(replace(",
           "one_record -k unseen"),
-    fault("training data are constants", GRAPHS, "self._data.refuse(one.constants.items())", "pass",
+    fault("training data are constants", STEP, "self._data.refuse(one.constants.items())", "pass",
           "one_record -k training_data"),
+    fault("a signal is handled within a trace", "privacy/gradients/per_example.py",
+          "if threading.current_thread() is not threading.main_thread():", "if True:", "odd_records -k signal"),
+    fault("records of other shapes draw the user's random numbers", TRAINING,
+          "(self._rounds.only_rows and self._rounds.of_examples)", "self._rounds.only_rows",
+          "odd_records -k elsewhere"),
     # One at a time, local training, recurrent layers
     fault("a batch is not copied", "privacy/gradients/chunk.py",
           "some = [copied(leaf[i] if isinstance(leaf, Tensor) else leaf) for",
@@ -236,8 +239,8 @@ FAULTS = [
     fault("an empty sample is skipped", "privacy/sampling/loader.py",
           "range(0, max(1, len(rows)), self.max_physical_batch_size)",
           "range(0, len(rows), self.max_physical_batch_size)", "policies -k empty"),
-    fault("the denominator is that of the first round", ENGINE, "plan.sampling.q * plan.n",
-          "self.plan.sampling.q * self.current_plan.n", "callback -k schedule"),
+    fault("the denominator is that of the first round", ENGINE, "self._correlated, plan.sampling.q * plan.n",
+          "self._correlated, self.plan.sampling.q * self.current_plan.n", "callback -k schedule"),
     # The plan and adaptive bounds
     fault("noise is divided by its share", "privacy/plan/make.py", "z * S / math.sqrt(w)", "z * S * math.sqrt(w)",
           "plan -k allocation"),
@@ -255,8 +258,8 @@ FAULTS = [
           "S=group.S * factor, sigma=group.sigma * factor", "S=group.S * factor", "adaptive_clipping"),
     # The ledger
     Fault("a round is in the ledger after its release", ENGINE,
-          (("            ledger.query(group.query())\n        ledger.commit()\n",
-            "            ledger.query(group.query())\n"),
+          (("            ledger.query(group.query)\n        ledger.commit()\n",
+            "            ledger.query(group.query)\n"),
            ("        self._processes.broadcast(released)\n        return released\n",
             "        self._processes.broadcast(released)\n        ledger.commit()\n        return released\n")),
           "callback -k before_its_noise"),

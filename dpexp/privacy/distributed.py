@@ -3,8 +3,9 @@
 All processes draw the same sample, by a key from the main process, and the same assignment of its records to processes.
 Each record is clipped by one process, so that contributions and sensitivity are those of a single process. The main
 process writes the round to the ledger and confirms this to the others; then it adds up the parts, adds the noise once,
-and broadcasts the release. No other process ever holds more than its own part of a sum without noise, nor a release whose
-round is not in the ledger. All receive the same bits, so that their weights stay equal, which is compared every round.
+and broadcasts the release. No other process ever holds more than its own part of a sum without noise, nor a release
+whose round is not in the ledger. All receive the same bits, so that their weights stay equal, which is compared every
+round.
 """
 
 import hashlib

@@ -88,9 +88,7 @@ class PrivateRound:
         self._values = Values(values, next(iter(self.parameters.values()), torch.zeros(())))
         planned = Counter(name for vector in vectors for name in vector.parameters if name not in values)
         if planned != Counter([*self.parameters]):
-            odd = sorted(
-                {name for name in {**planned, **self.parameters} if planned[name] != (name in self.parameters)}
-            )
+            odd = sorted(n for n in {**planned, **self.parameters} if planned[n] != (n in self.parameters))
             raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
         for name, parameter in self.parameters.items():
             if parameter.is_complex():

@@ -16,6 +16,7 @@ from reference import cross_entropy, factor, relative_error, sums_apart, sums_of
 from test_clipped_sums import KINDS, case, of_kind
 from torch import nn
 
+from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, OuterProductGradient
