@@ -256,7 +256,7 @@ def refuse_read_by_hooks(trainer: pl.Trainer, module: nn.Module, kept: Sequence[
     layers = [name for name, _ in module.named_modules() if name]
     for owner, hook in product([module, *callbacks], _READING):
         code = getattr(getattr(type(owner), hook, None), "__code__", None)
-        read = code.co_names if code is not None else ()
+        read = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_ATTR"} if code else set()
         for name in kept:
             layer = max((f"{one}." for one in layers if name.startswith(f"{one}.")), key=len, default="")
             if name.removeprefix(layer).partition(".")[0] in read:
