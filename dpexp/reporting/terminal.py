@@ -270,11 +270,11 @@ def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, add
     _print(f"Compare trials: {address}")
 
 
-def print_unsent(folder: Path) -> None:
-    """Prints that the tracking server could not be reached."""
+def print_missed(reason: str, output: Path) -> None:
+    """Prints that the tracking server lacks some of a run."""
     _print(
-        f"[bold red]The tracking server could not be reached.[/] What it missed is in {folder} and will be sent when "
-        "the next job starts."
+        f"[bold red]The tracking server lacks some of this run[/]: {escape(reason[:200])}. It is not sent later; the "
+        f"results are in {output}."
     )
 
 

@@ -20,7 +20,7 @@ from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, configurations, finished, fixed_settings, targets, trained
 from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, swept_numbers
-from dpexp.tracking.client import OUTPUT, address, constants, end_dead_runs, open_store, send_unsent, set_view
+from dpexp.tracking.client import OUTPUT, address, constants, end_dead_runs, open_store, set_view
 from dpexp.tracking.provenance import (
     HOST,
     MAX_NAME,
@@ -61,7 +61,6 @@ class SweepRun:
         self._uri = cfg.tracking.uri
         self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
         end_dead_runs(self._client, self._experiment)
-        send_unsent(self._client, self._uri, Path(cfg.tracking.offline_dir))
         found = self._earlier(key) if cfg.tracking.resume else None
         self.resumed = found is not None
         if found is not None and found.info.status == "RUNNING":
