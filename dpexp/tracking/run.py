@@ -38,7 +38,6 @@ from dpexp.tracking.data_budget import data_tags, reserved
 from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN, exclusive
 from dpexp.tracking.provenance import (
     HOST,
-    PATCH_RESUMED,
     choices,
     config_hash,
     params,
@@ -48,7 +47,6 @@ from dpexp.tracking.provenance import (
     tags,
     valid_name,
     without_passwords,
-    write_patch,
 )
 from dpexp.tracking.registered_model import check_name, description
 from dpexp.tracking.run_costs import LEDGER_STATE
@@ -119,8 +117,6 @@ class TrackedRun:
         self._sender = Sender(client, self.run_id)
         self._send_files(RESERVED)
         self.logger = _MetricsLogger(self._sender, self.run_id)
-        if self.resumed and (patch := write_patch(output, PATCH_RESUMED)) is not None:
-            self._sender.file(patch)
         source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
         dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
@@ -132,13 +128,11 @@ class TrackedRun:
                 self._sender.file(self._output / name)
 
     def log_start(self) -> None:
-        """Logs configuration, code changes and plan."""
+        """Logs configuration and plan."""
         self._sender.params(params(OmegaConf.to_container(self._cfg, resolve=True)))
         overrides = OmegaConf.to_yaml(HydraConfig.get().overrides.task)
         (self._output / "overrides.yaml").write_text(without_passwords(overrides))
         self._send_files("overrides.yaml")
-        if (patch := write_patch(self._output)) is not None:
-            self._sender.file(patch)
         self._sender.file(self._output / "config.yaml")
         if (plan := self._plan) is None:
             return

@@ -25,14 +25,11 @@ from dpexp.tracking.provenance import (
     HOST,
     MAX_NAME,
     PARENT,
-    PATCH,
-    PATCH_RESUMED,
     params,
     provenance,
     provenance_of_resume,
     shared_values,
     valid_name,
-    write_patch,
 )
 from dpexp.tracking.read import downloaded_run, trials
 
@@ -76,7 +73,6 @@ class SweepRun:
             shared = [Param(key, value) for key, value in params(shared_values(cfg)).items()]
             for start in range(0, len(shared), 100):  # MLflow's limit
                 self._client.log_batch(found.info.run_id, params=shared[start : start + 100])
-        self._log_patch(found.info.run_id, PATCH_RESUMED if self.resumed else PATCH)
         self.run_id: str = found.info.run_id
         self.facts = facts | self._earlier_facts() if self.resumed else facts
         self._client.update_run(self.run_id, "RUNNING")
@@ -85,12 +81,6 @@ class SweepRun:
             self._client.set_tag(self.run_id, tag, value)
         set_view(self._client, self._experiment)
         os.environ[PARENT] = self.run_id
-
-    def _log_patch(self, run_id: str, name: str) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            patch = write_patch(Path(folder), name)
-            if patch is not None:
-                self._client.log_artifact(run_id, str(patch))
 
     def _earlier(self, key: str) -> Run | None:
         same, newest = f"tags.`dpexp.sweep_hash` = '{key}'", ["attributes.start_time DESC"]
