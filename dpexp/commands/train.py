@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import pl
-from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger, write_ledger
 from dpexp.commands import processes, sweep
 from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
@@ -50,7 +50,6 @@ from dpexp.privacy.plan.clipping import Joint, same_as_separate
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
-from dpexp.tracking.job_folder import training_marker
 from dpexp.tracking.provenance import without_passwords
 from dpexp.training.callbacks import Stop
 from dpexp.training.classifier import Classifier
@@ -308,16 +307,16 @@ def _train(
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
     started = time.monotonic()
-    mark: AbstractContextManager[None] = nullcontext()
-    if cfg.data.id is not None and privacy is not None:
-        mark = training_marker(output, lambda: privacy.ledger_opened)
     try:
-        with reserve_disk_space(bare(module), output / RESERVED), mark, explained(trainer):
+        with reserve_disk_space(bare(module), output / RESERVED), explained(trainer):
             trainer.fit(module, datamodule=data, ckpt_path=_checkpoint(cfg, output))
     except (KeyboardInterrupt, SystemExit, OSError) as error:
         if not isinstance(error, OSError) or (privacy and privacy.ledger_opened):
             terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
+    finally:
+        if plan and privacy and not privacy.ledger_opened and not (output / "ledger.jsonl").exists():
+            write_ledger(output / "ledger.jsonl", Ledger(plan.adjacency, {}))  # a missing one would count in full
     seconds = time.monotonic() - started
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None

@@ -1,9 +1,9 @@
-"""Files and lock of a job's folder: whether the job is running, and whether it may have released anything.
+"""Files and lock of a job's folder: whether the job is running, and what it may release.
 
 Imports nothing slow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from dpexp.errors import ConfigError
 
 RUN = "mlflow_run_id"
 RESERVED = "reserved_ledger.jsonl"  # the most that the job will have released at its end
-BEGUN = "training_begun"  # created before the ledger; removed if no ledger was begun
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 
 
@@ -43,21 +42,6 @@ def is_running(output: Path) -> bool | None:
         return True
     except OSError:  # another user's, say
         return None
-
-
-@contextmanager
-def training_marker(output: Path, released: Callable[[], bool]) -> Iterator[None]:
-    """Marks a job's folder as trained in, for good unless nothing was `released`.
-
-    Where the mark is, a missing ledger was lost.
-    """
-    new = not (output / BEGUN).exists()
-    (output / BEGUN).touch()
-    try:
-        yield
-    finally:
-        if new and not released():
-            (output / BEGUN).unlink(missing_ok=True)
 
 
 def _lock(output: Path) -> FileLock:

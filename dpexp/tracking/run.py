@@ -35,7 +35,7 @@ from dpexp.tracking.client import (
     set_view,
 )
 from dpexp.tracking.data_budget import data_tags, reserved
-from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN, exclusive
+from dpexp.tracking.job_folder import RESERVED, RUN, exclusive
 from dpexp.tracking.provenance import (
     HOST,
     choices,
@@ -49,7 +49,6 @@ from dpexp.tracking.provenance import (
     without_passwords,
 )
 from dpexp.tracking.registered_model import check_name, description
-from dpexp.tracking.run_costs import LEDGER_STATE
 
 
 class _MetricsLogger(pl.loggers.logger.Logger):
@@ -104,18 +103,19 @@ class TrackedRun:
             end_dead_runs(client, experiment_id)
             with reserved(cfg, client, reservation, output):
                 earlier = _reopened(client, output) if cfg.checkpoint.resume else None
-                all_tags = tags(cfg, plan) | data_tags(cfg) | {OUTPUT: str(output.resolve())}
-                run = earlier or client.create_run(experiment_id, tags=all_tags, run_name=run_name(cfg))
+                run = earlier or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=run_name(cfg))
                 (output / RUN).write_text(run.info.run_id)
-        except MlflowException as error:
+                if (output / RESERVED).exists():
+                    client.log_artifact(run.info.run_id, str(output / RESERVED))
+                for tag, value in {OUTPUT: str(output.resolve()), **data_tags(cfg)}.items():  # from now on it counts
+                    client.set_tag(run.info.run_id, tag, value)
+        except (MlflowException, OSError) as error:
             raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
         self.resumed = earlier is not None
         self.run_id: str = run.info.run_id
-        client.set_tag(self.run_id, OUTPUT, str(output.resolve()))
         set_view(client, experiment_id)
         self.address = address(uri, experiment_id)
         self._sender = Sender(client, self.run_id)
-        self._send_files(RESERVED)
         self.logger = _MetricsLogger(self._sender, self.run_id)
         source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
         dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
@@ -194,8 +194,6 @@ class TrackedRun:
 
     def log_ledger(self) -> None:
         """Logs the ledger up to the last release, with a figure; however the run ended."""
-        if (self._output / RESERVED).exists() and not (self._output / BEGUN).exists():
-            self._sender.tags({LEDGER_STATE: "nothing"})
         self._send_files("ledger.jsonl", "ledger.end.json")  # in this order: a ledger may have gone on after its end
         try:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
