@@ -145,7 +145,6 @@ class Tracking:
     uri: str | None = None
     artifacts: str | None = None
     experiment: str = "dpexp"
-    resume: bool = True
     run_name: str | None = None
 
 

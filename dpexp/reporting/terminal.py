@@ -260,11 +260,13 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str) -> None:
+def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str, output: Path) -> None:
     """Prints the results of a sweep, with lines on the best trials, and the cost of choosing among them."""
     console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
     for _, trial in failed.iterrows():
         console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
+    if len(failed):
+        _print(f"What has not finished is done by the same command with hydra.sweep.dir={output}")
     for line in (*best, sentence):
         _print(escape(line))
     _print(f"Compare trials: {address}")

@@ -22,6 +22,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from dpexp.errors import ConfigError, is_own, place_of
+from dpexp.tracking.job_folder import finished_result
 from dpexp.tracking.provenance import HOST, valid_name, without_passwords
 from dpexp.tracking.registered_model import send_model
 
@@ -31,7 +32,7 @@ TRIED = "tried "  # prefix of what calibration tried
 WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, and of released statistics
 ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: the job's folder
-_MAX_METRICS, _MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
+MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
 SEND_INTERVAL = 2.0  # seconds between requests with metrics
 _PATIENCE = 120  # seconds for other processes that open the same database
 _OWN_PACKAGES = (  # their messages quote no record
@@ -112,10 +113,14 @@ def _creation_lock(uri: str) -> Iterator[None]:
 
 
 def end_dead_runs(client: MlflowClient, experiment_id: str) -> None:
-    """Ends the RUNNING runs whose process on this machine is gone: a process killed by SIGKILL ends no run."""
+    """Ends the RUNNING runs whose process on this machine is gone: it was killed, or the server was away at its end."""
     condition = f"attributes.status = 'RUNNING' and tags.`dpexp.host` = '{HOST}'"
     for run in client.search_runs([experiment_id], condition):
-        if not _is_alive(int(run.data.tags.get("dpexp.pid", "0"))):
+        if _is_alive(int(run.data.tags.get("dpexp.pid", "0"))):
+            continue
+        if finished_result(Path(run.data.tags.get(OUTPUT, ""))):
+            client.set_terminated(run.info.run_id)
+        else:
             client.set_tag(run.info.run_id, ERROR, "its process was killed: SIGKILL, out of memory, or power failure")
             client.set_terminated(run.info.run_id, "KILLED")
 
@@ -156,7 +161,7 @@ class Sender:
             self._send_metrics()
 
     def params(self, values: Mapping[str, str]) -> None:
-        for some in batched([Param(key, value) for key, value in values.items()], _MAX_PARAMS):
+        for some in batched([Param(key, value) for key, value in values.items()], MAX_PARAMS):
             self._send(self._client.log_batch, params=some)
 
     def tags(self, values: Mapping[str, str]) -> None:
@@ -179,7 +184,7 @@ class Sender:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _send_metrics(self) -> None:
-        for some in batched(self._metrics, _MAX_METRICS):
+        for some in batched(self._metrics, MAX_METRICS):
             self._send(self._client.log_batch, metrics=some)
         self._metrics = []
 

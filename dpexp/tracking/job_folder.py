@@ -3,9 +3,11 @@
 Imports nothing slow.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -13,6 +15,7 @@ from dpexp.errors import ConfigError
 
 RUN = "mlflow_run_id"
 RESERVED = "reserved_ledger.jsonl"  # the most that the job will have released at its end
+CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 
 
@@ -42,6 +45,15 @@ def is_running(output: Path) -> bool | None:
         return True
     except OSError:  # another user's, say
         return None
+
+
+def finished_result(output: Path) -> dict[str, Any] | None:
+    """The content of result.json, if the job in a folder has ended well."""
+    try:
+        result: dict[str, Any] = json.loads((output / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return result if CONFIGURATION in result else None
 
 
 def _lock(output: Path) -> FileLock:

@@ -37,9 +37,7 @@ from dpexp.tracking.client import (
 from dpexp.tracking.data_budget import data_tags, reserved
 from dpexp.tracking.job_folder import RESERVED, RUN, exclusive
 from dpexp.tracking.provenance import (
-    HOST,
     choices,
-    config_hash,
     params,
     parent_id,
     provenance_of_resume,
@@ -282,28 +280,6 @@ def _refuse_older_ledger(client: MlflowClient, run_id: str, ledger: Path) -> Non
                 f"{ledger} lacks rounds that the ledger of its run {run_id} in MLflow holds, as an earlier copy does; "
                 "put the run's artifact in its place, so that all of them count."
             )
-
-
-def _other_start(cfg: DictConfig, condition: str) -> Run | None:
-    """A run of this trial from an earlier start of the same sweep."""
-    if parent_id() is None:
-        return None
-    client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
-    end_dead_runs(client, experiment_id)
-    same = f"tags.`mlflow.parentRunId` = '{parent_id()}' and tags.`dpexp.config_hash` = '{config_hash(cfg)}'"
-    found = client.search_runs([experiment_id], f"{condition} and {same}", max_results=1)
-    return found[0] if found else None
-
-
-def finished_trial(cfg: DictConfig) -> Run | None:
-    """This trial's finished run from an earlier start of the same sweep."""
-    return _other_start(cfg, "attributes.status = 'FINISHED'")
-
-
-def unfinished_trial(cfg: DictConfig) -> Path | None:
-    """The folder on this machine of this trial's interrupted run from an earlier start of the same sweep."""
-    found = _other_start(cfg, f"attributes.status = 'KILLED' and tags.`dpexp.host` = '{HOST}'")
-    return Path(found.data.tags[OUTPUT]) if found and OUTPUT in found.data.tags else None
 
 
 def record_failure(cfg: DictConfig, error: Exception) -> None:
