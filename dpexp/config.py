@@ -145,8 +145,6 @@ class Tracking:
     uri: str | None = None
     artifacts: str | None = None
     experiment: str = "dpexp"
-    offline_dir: str = "${cwd:}/outputs/unsent"
-    resume: bool = True
     run_name: str | None = None
 
 

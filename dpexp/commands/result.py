@@ -40,25 +40,16 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
         raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
 
 
-def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
+def objective(cfg: DictConfig, result: dict[str, Any]) -> float | None:
     """The configured objective; None if it is the test accuracy of a job that measures none."""
     known = dict(result["metrics"])
     if "epsilon" in result:
         known["epsilon"] = next(iter(result["epsilon"].values()))
-    if plan is not None and plan.calibration is not None:
-        known[plan.calibration.knob] = plan.calibration.value
+    if "calibration" in result:
+        known[result["calibration"]["knob"]] = result["calibration"]["value"]
     if cfg.objective not in known and cfg.objective != "test_accuracy":
         raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
     return known.get(cfg.objective)
-
-
-def objective_of(metrics: dict[str, float], name: str) -> float | None:
-    """The objective of a finished MLflow run, from its metrics."""
-    from dpexp.tracking.client import value_of
-
-    if name == "epsilon":
-        return metrics.get("epsilon", metrics.get("epsilon_planned"))
-    return value_of(metrics, name)
 
 
 def result_of(

@@ -67,20 +67,30 @@ def _raw_data(cfg: DictConfig) -> RawData | None:
 
 
 class _Served:
-    """The model in a job's folder for inputs as users have them, as MLflow serves it."""
+    """The model in a job's folder, as MLflow serves it: for arrays, or for inputs as users have them."""
 
     def __init__(self, folder: Path) -> None:
         cfg = _configuration(folder)
-        self._model, self._data = bare(_restored(cfg, folder, _trainer_of(cfg))).eval(), _raw_data(cfg)
+        self._trainer, self._data = _trainer_of(cfg), _raw_data(cfg)
+        self._model = bare(_restored(cfg, folder, self._trainer)).eval()
 
-    def predict(self, inputs: "DataFrame", params: Any = None) -> "DataFrame":
-        assert self._data is not None
-        return self._data.predictions(self._model, inputs)
+    def predict(self, inputs: Any, params: Any = None) -> Any:
+        if self._data is not None:
+            return self._data.predictions(self._model, inputs)
+        return _scores(self._model, torch.as_tensor(np.asarray(inputs)), self._trainer).numpy()
 
 
 def _load_pyfunc(path: str) -> _Served:
     """Called by MLflow: this module is the loader of such a model."""
     return _Served(Path(path))
+
+
+def _scores(model: nn.Module, x: Tensor, trainer: pl.Trainer) -> Tensor:
+    """The model's scores at the job's precision, in at least float32: NumPy has no bfloat16."""
+    precision = trainer.precision_plugin
+    with torch.no_grad(), precision.forward_context():
+        scores = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(1000)])
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def _run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
@@ -185,17 +195,15 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
         x: Any = _inputs(path, cfg) if data is None else data.read_inputs(path)
         trainer = _trainer_of(cfg)
         module = _restored(cfg, folder, trainer)
-    model, precision = bare(module).eval(), trainer.precision_plugin
+    model = bare(module).eval()
     if data is not None:
-        with precision.forward_context():
+        with trainer.precision_plugin.forward_context():
             found = data.predictions(model, x)
             return _written(x.drop(columns=[name for name in found if name in x]).join(found), out)
     try:
-        with torch.no_grad(), precision.forward_context():
-            outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(1000)])
+        outputs = _scores(model, x, trainer)
     except Exception as error:
         raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
-    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # NumPy has no bfloat16
     if isinstance(module, Classifier):
         probabilities = outputs.softmax(1)
         table = DataFrame(
@@ -288,25 +296,23 @@ def save_model(
         except Exception as error:  # the weights are kept
             warnings.warn(f"{data.save.__qualname__} failed: {type(error).__name__}: {error}")
     if run_id is not None:
-        from dpexp.tracking.registered_model import save_as_mlflow, save_raw_as_mlflow
+        from dpexp.tracking.registered_model import save_as_mlflow
 
         try:
-            if isinstance(data, RawData):
-                save_raw_as_mlflow(output, data.example(), output / MLFLOW_MODEL, __name__)
-            else:
-                save_as_mlflow(model.eval(), _example(data), output / MLFLOW_MODEL)
+            example = data.example() if isinstance(data, RawData) else _example(data)
+            save_as_mlflow(output, example, output / MLFLOW_MODEL, __name__)
         except Exception as error:  # the user's model or data may not support it
             warnings.warn(f"MLflow gets no loadable model, only {WEIGHTS}: {type(error).__name__}: {error}")
     return about
 
 
-def _example(data: pl.LightningDataModule) -> Tensor:
-    """Two inputs of the test set, which is assumed to be public."""
+def _example(data: pl.LightningDataModule) -> np.ndarray:
+    """Two inputs of the test set, which is assumed to be public; NumPy has no bfloat16."""
     batch = next(iter(data.test_dataloader()))
     if isinstance(batch, Mapping):
         raise ConfigError(f"its model takes one tensor, and a batch holds {', '.join(batch)}.")
     x, *_ = batch
-    return x[:2]
+    return (x[:2].float() if x.is_floating_point() else x[:2]).numpy()
 
 
 def resume(arguments: Sequence[str]) -> list[str]:

@@ -109,7 +109,7 @@ class PrivateSelection(Grid):
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        batch = _sweep.draws if _sweep is not None else None
+        batch = _sweep.parent.facts.get("draws") if _sweep is not None else None
         if batch is None:
             from numpy.random import default_rng
 
@@ -202,19 +202,8 @@ class Sweep:
             "overrides": [*map(without_passwords, overrides)],
             "selects": sweeper if selects else None,
         }
-        self.parent = SweepRun(config, name, key, facts)
         self._output = Path(config.hydra.sweep.dir).resolve()
-
-    @property
-    def draws(self) -> list[list[str]] | None:
-        """The trials that private selection has drawn in an earlier start of this sweep."""
-        found = self.parent.facts.get("draws")
-        if found is None and self.parent.resumed:
-            raise ConfigError(
-                "the draws of this sweep's earlier start are lost, and new ones would not be those accounted for; "
-                "start again with tracking.resume=false."
-            )
-        return found
+        self.parent = SweepRun(config, name, key, facts, self._output)
 
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
         from dpexp.commands.account import cost_of_choice
@@ -235,7 +224,7 @@ class Sweep:
         lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]
         status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
         self.parent.conclude(frame, tops, costs, "\n".join(lines), status, self._output)
-        terminal.print_sweep(frame, failed, described(tops), sentence, self.parent.address)
+        terminal.print_sweep(frame, failed, described(tops), sentence, self.parent.address, self._output)
 
 
 def under_way() -> bool:
@@ -259,5 +248,5 @@ def conclude(interrupted: bool, failed: bool) -> None:
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split()[:30])
         raise ConfigError(
-            f"the sweep's parent run could not be ended; start the same command again. {words}"
+            f"the sweep's parent run could not be ended; start the same command again in its folder. {words}"
         ) from error

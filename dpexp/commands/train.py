@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import pl
-from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger, write_ledger
 from dpexp.commands import processes, sweep
 from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
@@ -32,7 +32,7 @@ from dpexp.commands.build import (
     silence_lightning,
     uncalibrated_plan,
 )
-from dpexp.commands.result import check_objective, measure, objective, objective_of, released_values, result_of
+from dpexp.commands.result import check_objective, measure, objective, released_values, result_of
 from dpexp.commands.saved_jobs import (
     CARD,
     CHECKPOINT,
@@ -50,8 +50,8 @@ from dpexp.privacy.plan.clipping import Joint, same_as_separate
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
-from dpexp.tracking.job_folder import training_marker
-from dpexp.tracking.provenance import without_passwords
+from dpexp.tracking.job_folder import CONFIGURATION, finished_result
+from dpexp.tracking.provenance import config_hash, without_passwords
 from dpexp.training.callbacks import Stop
 from dpexp.training.classifier import Classifier
 from dpexp.training.pretrained import reserve_disk_space
@@ -65,7 +65,7 @@ def run(cfg: DictConfig) -> float | None:
     """Runs the experiment and returns its objective (None if it has none).
 
     The output folder gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration and `result.json`. A trial that
-    an earlier start of the same sweep has finished is not run again.
+    has finished in the sweep's folder is not run again.
 
     Raises:
         ConfigError: before training, for any choice that cannot be honoured.
@@ -98,19 +98,17 @@ def _run_worker(cfg: DictConfig) -> None:
 
 def _run(cfg: DictConfig, stop: Stop) -> float | None:
     trial, output = sweep.trial_label(cfg), Path(HydraConfig.get().runtime.output_dir)
+    configuration = config_hash(cfg)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        output = _unused(output)
-    if cfg.tracking.uri is not None and cfg.tracking.resume:
-        from dpexp.tracking.run import finished_trial, unfinished_trial
-
-        finished = finished_trial(cfg)
+        results = map(finished_result, output.parent.glob("*/"))
+        finished = next((one for one in results if one and one[CONFIGURATION] == configuration), None)
         if finished is not None:
             processes.broadcast()
-            terminal.print_skipped(trial or str(finished.info.run_name))
-            return objective_of(finished.data.metrics, cfg.objective)
-        earlier = unfinished_trial(cfg)
-        if earlier is not None and (earlier / CHECKPOINT).exists():
-            output, cfg.checkpoint.resume = earlier, True
+            terminal.print_skipped(trial or str(output))
+            return objective(cfg, finished)
+        output = _unused(output)
+        if (output / CHECKPOINT).exists():
+            cfg.checkpoint.resume = True
     processes.use_threads(cfg)
     if cfg.check:
         _check(cfg)
@@ -160,11 +158,12 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             (output / CHECKPOINT).unlink(missing_ok=True)
         if refuted:
             raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
+        _write(result | {CONFIGURATION: configuration}, output)
     if trial is None:
         terminal.print_result(result, output, tracked.address if tracked else None)
     else:
         terminal.print_trial(trial, result)
-    return objective(cfg, plan, result)
+    return objective(cfg, result)
 
 
 def _check(cfg: DictConfig) -> None:
@@ -260,9 +259,9 @@ def check_trial(cfg: DictConfig) -> None:
 
 
 def _unused(folder: Path) -> Path:
-    """A folder without a run of an earlier start of the same sweep, whose ledger still counts."""
+    """The folder of a trial whose earlier starts have not finished: one with a checkpoint, or without a run."""
     attempts = (folder.with_name(f"{folder.name}.{k}") if k > 1 else folder for k in itertools.count(1))
-    return next(attempt for attempt in attempts if not taken(attempt))
+    return next(attempt for attempt in attempts if (attempt / CHECKPOINT).exists() or not taken(attempt))
 
 
 def _checkpoint(cfg: DictConfig, output: Path) -> Path | None:
@@ -308,16 +307,16 @@ def _train(
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
     started = time.monotonic()
-    mark: AbstractContextManager[None] = nullcontext()
-    if cfg.data.id is not None and privacy is not None:
-        mark = training_marker(output, lambda: privacy.ledger_opened)
     try:
-        with reserve_disk_space(bare(module), output / RESERVED), mark, explained(trainer):
+        with reserve_disk_space(bare(module), output / RESERVED), explained(trainer):
             trainer.fit(module, datamodule=data, ckpt_path=_checkpoint(cfg, output))
     except (KeyboardInterrupt, SystemExit, OSError) as error:
         if not isinstance(error, OSError) or (privacy and privacy.ledger_opened):
             terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
+    finally:
+        if plan and privacy and not privacy.ledger_opened and not (output / "ledger.jsonl").exists():
+            write_ledger(output / "ledger.jsonl", Ledger(plan.adjacency, {}))  # a missing one would count in full
     seconds = time.monotonic() - started
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None

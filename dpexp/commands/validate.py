@@ -16,12 +16,12 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
-from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN
+from dpexp.tracking.job_folder import RESERVED, RUN
 
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "mechanism", "clip_rule", "allocation",
 )  # fmt: skip
-OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED, BEGUN)
+OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED)
 
 
 def check(cfg: DictConfig) -> None:

@@ -260,21 +260,23 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str) -> None:
+def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str, output: Path) -> None:
     """Prints the results of a sweep, with lines on the best trials, and the cost of choosing among them."""
     console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
     for _, trial in failed.iterrows():
         console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
+    if len(failed):
+        _print(f"What has not finished is done by the same command with hydra.sweep.dir={output}")
     for line in (*best, sentence):
         _print(escape(line))
     _print(f"Compare trials: {address}")
 
 
-def print_unsent(folder: Path) -> None:
-    """Prints that the tracking server could not be reached."""
+def print_missed(reason: str, output: Path) -> None:
+    """Prints that the tracking server lacks some of a run."""
     _print(
-        f"[bold red]The tracking server could not be reached.[/] What it missed is in {folder} and will be sent when "
-        "the next job starts."
+        f"[bold red]The tracking server lacks some of this run[/]: {escape(reason[:200])}. It is not sent later; the "
+        f"results are in {output}."
     )
 
 

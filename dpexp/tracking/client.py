@@ -1,27 +1,29 @@
-"""MLflow's client: opening a store, sending a run's data even if the server is away, and the list of runs."""
+"""MLflow's client: opening a store, sending a run's data, and the list of runs."""
 
 import json
 import logging
 import os
 import sqlite3
-import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TypeVar
 
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from dpexp.errors import ConfigError, is_own, place_of
-from dpexp.tracking.provenance import HOST, without_passwords
+from dpexp.tracking.job_folder import finished_result
+from dpexp.tracking.provenance import HOST, valid_name, without_passwords
 from dpexp.tracking.registered_model import send_model
 
 # MLflow draws a chart of each metric: names with a slash first, then by name. What a run is looked at for, epsilon and
@@ -30,19 +32,18 @@ TRIED = "tried "  # prefix of what calibration tried
 WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, and of released statistics
 ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: the job's folder
-MAX_METRICS = 1000  # per request, MLflow's own limit
-SEND_INTERVAL = 2.0  # seconds between requests
-RETRY_INTERVAL = 0.5  # seconds
+MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
+SEND_INTERVAL = 2.0  # seconds between requests with metrics
 _PATIENCE = 120  # seconds for other processes that open the same database
-# Their messages quote no record.
-_OWN_PACKAGES = (
+_OWN_PACKAGES = (  # their messages quote no record
     "dpexp",
     "hydra",
     "omegaconf",
     "mlflow",
     "pytorch_lightning",
     "lightning",
-)  # their messages quote no record
+)
+Item = TypeVar("Item")
 
 
 def constants(values: Mapping[str, float]) -> dict[str, float]:
@@ -112,10 +113,14 @@ def _creation_lock(uri: str) -> Iterator[None]:
 
 
 def end_dead_runs(client: MlflowClient, experiment_id: str) -> None:
-    """Ends the RUNNING runs whose process on this machine is gone: a process killed by SIGKILL ends no run."""
+    """Ends the RUNNING runs whose process on this machine is gone: it was killed, or the server was away at its end."""
     condition = f"attributes.status = 'RUNNING' and tags.`dpexp.host` = '{HOST}'"
     for run in client.search_runs([experiment_id], condition):
-        if not _is_alive(int(run.data.tags.get("dpexp.pid", "0"))):
+        if _is_alive(int(run.data.tags.get("dpexp.pid", "0"))):
+            continue
+        if finished_result(Path(run.data.tags.get(OUTPUT, ""))):
+            client.set_terminated(run.info.run_id)
+        else:
             client.set_tag(run.info.run_id, ERROR, "its process was killed: SIGKILL, out of memory, or power failure")
             client.set_terminated(run.info.run_id, "KILLED")
 
@@ -130,152 +135,72 @@ def _is_alive(pid: int) -> bool:
     return pid > 0
 
 
-class Outbox:
+class Sender:
     """Sends metrics, parameters, tags and files of one run, in order, from a thread of its own.
 
     The timestamps of metrics count up by one millisecond from the start: the duration of a round depends on its private
     sample.
 
-    No method raises because of the server. What could not be sent until `close` is written to the file `unsent`, from
-    which `send_unsent` delivers it when the store is used next.
+    No method raises because of the server. What it misses is not sent again; the job's folder has the results.
     """
 
-    def __init__(self, client: MlflowClient, uri: str, run_id: str, unsent: Path) -> None:
-        self._client = client
-        self._head = {"uri": uri, "run_id": run_id}
-        self._unsent = unsent
+    def __init__(self, client: MlflowClient, run_id: str) -> None:
+        self._client, self._run_id = client, run_id
         self._clock = count(int(time.time() * 1000))
-        self._items: list[dict[str, Any]] = []
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._deliver, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] = self._thread.submit(lambda: None)
+        self._metrics: list[Metric] = []  # until the next request
+        self._next_request = 0.0
+        self.missed: str | None = None  # why the server has not got everything
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         now = next(self._clock)
-        self._add([{"metric": [key, float(value), now, step]} for key, value in values.items()])
+        self._metrics += [Metric(valid_name(key), float(value), now, step) for key, value in values.items()]
+        if self._last.done() and time.monotonic() >= self._next_request:  # a slow server gets fewer requests, no queue
+            self._next_request = time.monotonic() + SEND_INTERVAL
+            self._send_metrics()
 
     def params(self, values: Mapping[str, str]) -> None:
-        self._add([{"param": [key, value]} for key, value in values.items()])
+        for some in batched([Param(key, value) for key, value in values.items()], MAX_PARAMS):
+            self._send(self._client.log_batch, params=some)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        self._add([{"tag": [key, value]} for key, value in values.items()])
+        for key, value in values.items():
+            self._send(self._client.set_tag, key, value)
 
     def file(self, path: Path) -> None:
-        self._add([{"file": str(path.resolve())}])
+        self._send(self._client.log_artifact, str(path.resolve()))
 
     def model(self, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None) -> None:
         """Logs a folder in MLflow's format as a model, and registers it under `name`, if given."""
-        self._add([{"model": [str(folder.resolve()), rounds, dict(tags), name]}])
+        self._send(partial(send_model, self._client), folder.resolve(), rounds, tags, name)
 
-    def close(self, status: str, patience: float = 20.0) -> bool:
-        """Sends the rest and then the status, for at most `patience` seconds; returns whether everything arrived."""
-        self._add([{"status": status}])
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(patience)
-        with self._changed:
-            left, self._items = self._items, []
-        if left:
-            self._unsent.parent.mkdir(parents=True, exist_ok=True)
-            _write_lines(self._unsent, [self._head, *left])
-        return not left
+    def close(self, status: str, patience: float = 20.0) -> None:
+        """Sends the rest and then the status, for at most `patience` seconds."""
+        self._send_metrics()
+        self._send(self._client.set_terminated, status)
+        if wait([self._last], patience).not_done:
+            self.missed = self.missed or f"it did not answer within {patience:g} s"
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _add(self, items: list[dict[str, Any]]) -> None:
-        with self._changed:
-            self._items += items
+    def _send_metrics(self) -> None:
+        for some in batched(self._metrics, MAX_METRICS):
+            self._send(self._client.log_batch, metrics=some)
+        self._metrics = []
 
-    def _deliver(self) -> None:
-        while True:
-            with self._changed:
-                if not self._closing:
-                    self._changed.wait(SEND_INTERVAL)
-                items, closing = list(self._items), self._closing
-            sent = 0
-            try:
-                for batch in _batches(items):
-                    _send(self._client, self._head["run_id"], batch)
-                    sent += len(batch)
-            except Exception:  # tried again
-                time.sleep(RETRY_INTERVAL)
-            with self._changed:
-                del self._items[:sent]
-                if closing and not self._items:
-                    return
+    def _send(self, call: Callable[..., object], *values: object, **named: object) -> None:
+        self._last = self._thread.submit(self._try, call, values, named)
 
-
-def send_unsent(client: MlflowClient, uri: str, folder: Path) -> None:
-    """Sends what earlier runs of the same store could not send."""
-    for path in sorted(folder.glob("*.jsonl")):
-        claimed = path.with_suffix(f".{os.getpid()}")
+    def _try(self, call: Callable[..., object], values: tuple[object, ...], named: dict[str, object]) -> None:
         try:
-            os.rename(path, claimed)  # so that no other process sends it
-        except FileNotFoundError:
-            continue
-        head, *items = [json.loads(line) for line in claimed.read_text().splitlines()]
-        try:
-            if head["uri"] == uri:
-                while items:
-                    batch = _batches(items)[0]
-                    _send(client, head["run_id"], batch)
-                    del items[: len(batch)]
-        except Exception:
-            _write_lines(claimed, [head, *items])
-        finally:
-            if items:
-                os.rename(claimed, path)
-            else:
-                claimed.unlink()
+            call(self._run_id, *values, **named)
+        except Exception as error:
+            self.missed = self.missed or one_line(error)
 
 
-def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _batches(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Consecutive items of one type, as many as one request can take."""
-    limits = {"metric": MAX_METRICS, "param": 100, "tag": 100}
-    batches: list[list[dict[str, Any]]] = []
-    for item in items:
-        (type_,) = item
-        if batches and type_ in batches[-1][0] and len(batches[-1]) < limits.get(type_, 1):
-            batches[-1].append(item)
-        else:
-            batches.append([item])
-    return batches
-
-
-def _send(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> None:
-    """Sends a batch; an item that MLflow refuses as invalid is dropped with a warning."""
-    try:
-        _request(client, run_id, batch)
-    except MlflowException as error:
-        if error.error_code != "INVALID_PARAMETER_VALUE":
-            raise
-        if len(batch) == 1:
-            warnings.warn(f"MLflow takes no {json.dumps(batch[0])[:200]}: {str(error).splitlines()[0]}")
-        else:
-            for item in batch:
-                _send(client, run_id, [item])
-
-
-def _request(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> None:
-    (type_,) = batch[0]
-    values = [item[type_] for item in batch]
-    if type_ == "metric":
-        client.log_batch(run_id, metrics=[Metric(*value) for value in values])
-    elif type_ == "param":
-        client.log_batch(run_id, params=[Param(*value) for value in values])
-    elif type_ == "tag":
-        client.log_batch(run_id, tags=[RunTag(*value) for value in values])
-    elif type_ == "file" and Path(values[0]).exists():  # it may have been deleted meanwhile
-        client.log_artifact(run_id, values[0])
-    elif type_ == "model" and Path(values[0][0]).exists():
-        folder, *arguments = values[0]
-        send_model(client, run_id, Path(folder), *arguments)
-    elif type_ == "status":
-        client.set_terminated(run_id, values[0])
+def batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Consecutive items, as many at a time as one request can take."""
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 # The columns of the list of runs. MLflow keeps such views in undocumented tags of the experiment.

@@ -1,11 +1,13 @@
-"""Files and lock of a job's folder: whether the job is running, and whether it may have released anything.
+"""Files and lock of a job's folder: whether the job is running, and what it may release.
 
 Imports nothing slow.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -13,7 +15,7 @@ from dpexp.errors import ConfigError
 
 RUN = "mlflow_run_id"
 RESERVED = "reserved_ledger.jsonl"  # the most that the job will have released at its end
-BEGUN = "training_begun"  # created before the ledger; removed if no ledger was begun
+CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 
 
@@ -45,19 +47,13 @@ def is_running(output: Path) -> bool | None:
         return None
 
 
-@contextmanager
-def training_marker(output: Path, released: Callable[[], bool]) -> Iterator[None]:
-    """Marks a job's folder as trained in, for good unless nothing was `released`.
-
-    Where the mark is, a missing ledger was lost.
-    """
-    new = not (output / BEGUN).exists()
-    (output / BEGUN).touch()
+def finished_result(output: Path) -> dict[str, Any] | None:
+    """The content of result.json, if the job in a folder has ended well."""
     try:
-        yield
-    finally:
-        if new and not released():
-            (output / BEGUN).unlink(missing_ok=True)
+        result: dict[str, Any] = json.loads((output / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return result if CONFIGURATION in result else None
 
 
 def _lock(output: Path) -> FileLock:

@@ -3,7 +3,6 @@
 Errors in finding the provenance never fail a job.
 """
 
-import getpass
 import hashlib
 import json
 import os
@@ -11,10 +10,8 @@ import platform
 import re
 import shlex
 import socket
-import subprocess
 from collections.abc import Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -38,12 +35,6 @@ _NOT_IN_HASH = ("tracking", "rounds", "checkpoint", "register", "verbose")  # ca
 _SETS_ALL_SECTIONS = ("experiment", "sweep")  # groups whose options set keys of every section
 _SET_BY_TRIAL = ("hydra", "rounds", "checkpoint")  # sections that each trial fills in itself
 HOST = socket.gethostname()
-PATCH = "changes.patch"
-PATCH_RESUMED = "changes_resumed.patch"
-# A patch has the changes of these files; other files may be data, of which only the number of changed ones is logged.
-CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.sh")
-_MAX_PATCH = 1_000_000  # bytes
-_PATIENCE = 10  # seconds for git
 
 
 def parent_id() -> str | None:
@@ -175,16 +166,29 @@ def _resolvable(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def provenance() -> dict[str, str]:
-    """A run's provenance tags, with those of MLflow's columns Source, Version and Created by."""
+    """A run's provenance tags, with those that MLflow finds for its columns Source and Created by."""
+    from mlflow.tracking.context.git_context import GitRunContext
+    from mlflow.tracking.context.registry import resolve_tags
+
     command = os.environ.get(COMMAND, "dpexp")
     found = {f"dpexp.{name}": _version(package) for name, package in _PACKAGES.items()}
     found |= {"dpexp.python": platform.python_version(), "dpexp.command": without_passwords(command)}
-    found |= {"dpexp.host": HOST, "mlflow.user": _user()}
-    found |= {"mlflow.source.name": "dpexp", "mlflow.source.type": "LOCAL"}
-    commit = _git("rev-parse", "HEAD")
-    if commit is not None:
-        found |= {"mlflow.source.git.commit": commit, "dpexp.commit": commit, "dpexp.dirty": _dirty()}
-    return found
+    found |= {"dpexp.host": HOST, "mlflow.source.name": "dpexp"}
+    ignored: Any = [GitRunContext]  # it looks where dpexp lies, and quotes the repository's address
+    return resolve_tags(found | _commit(), ignored)
+
+
+def _commit() -> dict[str, str]:
+    """The commit of the working directory, and whether files that git knows differ from it."""
+    try:
+        from git import Repo  # fails if there is no git
+
+        with Repo(search_parent_directories=True) as repository:
+            commit = repository.head.commit.hexsha
+            dirty = "yes" if repository.is_dirty() else "no"
+    except Exception:
+        return {}
+    return {"mlflow.source.git.commit": commit, "dpexp.commit": commit, "dpexp.dirty": dirty}
 
 
 def provenance_of_resume() -> dict[str, str]:
@@ -197,21 +201,6 @@ def provenance_of_resume() -> dict[str, str]:
     return own | {"dpexp.host": HOST, "dpexp.pid": str(os.getpid())}
 
 
-def write_patch(folder: Path, name: str = PATCH) -> Path | None:
-    """Writes the code's changes since the last commit to a file; None if there are none, or there is no repository."""
-    changed = _git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--", *CODE)
-    new = _new_files()
-    if changed is None or not (changed or new):
-        return None
-    text = "".join(f"# not in git: {name}\n" for name in new) + changed + "\n"
-    content = text.encode()[:_MAX_PATCH]
-    if len(content) < len(text.encode()):
-        content += f"\n# cut off after {_MAX_PATCH} bytes\n".encode()
-    path = folder / name
-    path.write_bytes(content)
-    return path
-
-
 _PACKAGES = {"version": "dpexp", "torch": "torch", "lightning": "pytorch-lightning", "accounting": "dp-accounting"}
 
 
@@ -222,44 +211,6 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without a password file
-        return "unknown"
-
-
 def without_passwords(text: str) -> str:
     """Masks the passwords of addresses."""
     return re.sub(r"(://[^/@:\s]*):[^@\s]*@", r"\1:…@", text)
-
-
-def _dirty() -> str:
-    changed = (_git("diff", "HEAD", "--name-only") or "").splitlines()
-    new = _new_files()
-    if not changed and not new:
-        return "no"
-    return f"yes: {len(changed)} files changed, {len(new)} new"
-
-
-def _new_files() -> list[str]:
-    """Untracked Python files. The values of new configuration files are in the run's config.yaml."""
-    return (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or "").splitlines()
-
-
-def _git(*arguments: str) -> str | None:
-    """Runs git in the work tree that contains the working directory; None if there is none."""
-    top = _run("rev-parse", "--show-toplevel")
-    return _run("-C", top, *arguments) if top else None
-
-
-def _run(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", *arguments],
-            capture_output=True, timeout=_PATIENCE, check=True, stdin=subprocess.DEVNULL,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace").strip("\n")

@@ -1,4 +1,4 @@
-"""A trained model in MLflow's format, loaded by `mlflow.pytorch` and `mlflow.pyfunc`, and in its model registry."""
+"""A trained model in MLflow's format, loaded by `mlflow.pyfunc`, and in its model registry."""
 
 import json
 import logging
@@ -12,66 +12,23 @@ from typing import Any
 
 import mlflow
 import mlflow.pyfunc
-import mlflow.pytorch
-import torch
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model, infer_signature
-from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind
+from mlflow.models import Model
 
 from dpexp.errors import ConfigError
 
 _MAX_DESCRIPTION = 5000  # characters
-_REQUIREMENTS = ("torch", "pytorch-lightning", "numpy")
-_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_REQUIREMENTS = ("dpexp", "torch", "pytorch-lightning", "numpy")
 
 
-class _InFloat32(nn.Module):
-    """Wraps a module whose dtype NumPy lacks: inputs and outputs are float32."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.module, self.dtype = module, dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.module(x.to(self.dtype))
-        return outputs.float()
-
-
-def save_as_mlflow(module: nn.Module, example: Tensor, folder: Path) -> None:
-    """Writes a model folder in MLflow's format, without a server.
-
-    Args:
-        example: public inputs [2, …]; they are converted to the module's dtype.
-    """
-    dtype = next((weights.dtype for weights in module.parameters() if weights.is_floating_point()), torch.float32)
-    if example.is_floating_point():
-        example = example.float() if dtype == torch.bfloat16 else example.to(dtype)
-        module = _InFloat32(module, dtype) if dtype == torch.bfloat16 else module
-    with torch.no_grad():
-        outputs = module(example)
-    logging.getLogger("mlflow").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mlflow.pytorch.save_model(
-            module,
-            str(folder),
-            signature=infer_signature(example.numpy(), outputs.numpy()),
-            input_example=example.numpy(),
-            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _REQUIREMENTS],
-            serialization_format="pt2",
-        )
-        _remove_unused_state(folder / "data" / "model.pt2")
-
-
-def save_raw_as_mlflow(job: Path, example: Any, folder: Path, loader: str) -> None:
-    """Writes a model folder in MLflow's format for inputs as users have them. Where it is served, dpexp is needed.
+def save_as_mlflow(job: Path, example: Any, folder: Path, loader: str) -> None:
+    """Writes a model folder in MLflow's format, without a server. Where it is loaded, dpexp is needed.
 
     Args:
         job: the folder of the finished job.
-        example: two public inputs, a table.
+        example: two public inputs: an array, or for inputs as users have them a table.
         loader: the module whose `_load_pyfunc` loads a job's folder.
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -81,28 +38,8 @@ def save_raw_as_mlflow(job: Path, example: Any, folder: Path, loader: str) -> No
             shutil.copy(job / name, files)
         mlflow.pyfunc.save_model(
             str(folder), loader_module=loader, data_path=files, input_example=example,
-            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("dpexp", *_REQUIREMENTS)],
+            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _REQUIREMENTS],
         )  # fmt: skip
-
-
-def _remove_unused_state(path: Path) -> None:
-    """Removes the parameters, buffers and constants that no output depends on, such as a bank of records, and source
-    paths from an exported graph."""
-    exported = torch.export.load(path)
-    signature, graph = exported.graph_signature, exported.graph
-    unused = {node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users}
-    for spec in list(signature.input_specs):
-        if spec.kind in _STATE and spec.arg.name in unused:
-            graph.erase_node(unused[spec.arg.name])
-            signature.input_specs.remove(spec)
-            exported.constants.pop(spec.target, None)
-            exported.state_dict.pop(spec.target, None)
-    for part in exported.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-                node.meta.pop(key, None)
-    exported.graph_module.recompile()
-    torch.export.save(exported, path)
 
 
 def description(job: Path) -> str:

@@ -19,12 +19,12 @@ from dpexp.accounting.ledger import Ledger, contains_lines, ledger_so_far, write
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.run_figures import epsilon_over_rounds
-from dpexp.reporting.terminal import plan_json, print_unsent
+from dpexp.reporting.terminal import plan_json, print_missed
 from dpexp.tracking.client import (
     ERROR,
     OUTPUT,
     TRIED,
-    Outbox,
+    Sender,
     address,
     constants,
     end_dead_runs,
@@ -32,16 +32,12 @@ from dpexp.tracking.client import (
     one_line,
     open_store,
     published_error,
-    send_unsent,
     set_view,
 )
 from dpexp.tracking.data_budget import data_tags, reserved
-from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN, exclusive
+from dpexp.tracking.job_folder import RESERVED, RUN, exclusive
 from dpexp.tracking.provenance import (
-    HOST,
-    PATCH_RESUMED,
     choices,
-    config_hash,
     params,
     parent_id,
     provenance_of_resume,
@@ -49,10 +45,8 @@ from dpexp.tracking.provenance import (
     tags,
     valid_name,
     without_passwords,
-    write_patch,
 )
 from dpexp.tracking.registered_model import check_name, description
-from dpexp.tracking.run_costs import LEDGER_STATE
 
 
 class _MetricsLogger(pl.loggers.logger.Logger):
@@ -63,9 +57,9 @@ class _MetricsLogger(pl.loggers.logger.Logger):
 
     rounds: Callable[[], int] | None = None
 
-    def __init__(self, outbox: Outbox, run_id: str) -> None:
+    def __init__(self, sender: Sender, run_id: str) -> None:
         super().__init__()
-        self._outbox = outbox
+        self._sender = sender
         self._run_id = run_id
 
     @property
@@ -81,7 +75,7 @@ class _MetricsLogger(pl.loggers.logger.Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         done = self.rounds() if self.rounds is not None else step or 0
         names = sorted(metrics, key=lambda name: not name.endswith("accuracy"))  # listed first
-        self._outbox.metrics({name: metrics[name] for name in names if name != "epoch"}, done)
+        self._sender.metrics({name: metrics[name] for name in names if name != "epoch"}, done)
 
 
 class TrackedRun:
@@ -107,23 +101,20 @@ class TrackedRun:
             end_dead_runs(client, experiment_id)
             with reserved(cfg, client, reservation, output):
                 earlier = _reopened(client, output) if cfg.checkpoint.resume else None
-                all_tags = tags(cfg, plan) | data_tags(cfg) | {OUTPUT: str(output.resolve())}
-                run = earlier or client.create_run(experiment_id, tags=all_tags, run_name=run_name(cfg))
+                run = earlier or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=run_name(cfg))
                 (output / RUN).write_text(run.info.run_id)
-        except MlflowException as error:
+                if (output / RESERVED).exists():
+                    client.log_artifact(run.info.run_id, str(output / RESERVED))
+                for tag, value in {OUTPUT: str(output.resolve()), **data_tags(cfg)}.items():  # from now on it counts
+                    client.set_tag(run.info.run_id, tag, value)
+        except (MlflowException, OSError) as error:
             raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
         self.resumed = earlier is not None
         self.run_id: str = run.info.run_id
-        client.set_tag(self.run_id, OUTPUT, str(output.resolve()))
-        self._unsent = Path(cfg.tracking.offline_dir)
-        send_unsent(client, uri, self._unsent)
         set_view(client, experiment_id)
         self.address = address(uri, experiment_id)
-        self._outbox = Outbox(client, uri, self.run_id, self._unsent / f"{self.run_id}.jsonl")
-        self._send_files(RESERVED)
-        self.logger = _MetricsLogger(self._outbox, self.run_id)
-        if self.resumed and (patch := write_patch(output, PATCH_RESUMED)) is not None:
-            self._outbox.file(patch)
+        self._sender = Sender(client, self.run_id)
+        self.logger = _MetricsLogger(self._sender, self.run_id)
         source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
         dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
@@ -132,26 +123,24 @@ class TrackedRun:
         """Sends those of the job's files that exist."""
         for name in names:
             if (self._output / name).exists():
-                self._outbox.file(self._output / name)
+                self._sender.file(self._output / name)
 
     def log_start(self) -> None:
-        """Logs configuration, code changes and plan."""
-        self._outbox.params(params(OmegaConf.to_container(self._cfg, resolve=True)))
+        """Logs configuration and plan."""
+        self._sender.params(params(OmegaConf.to_container(self._cfg, resolve=True)))
         overrides = OmegaConf.to_yaml(HydraConfig.get().overrides.task)
         (self._output / "overrides.yaml").write_text(without_passwords(overrides))
         self._send_files("overrides.yaml")
-        if (patch := write_patch(self._output)) is not None:
-            self._outbox.file(patch)
-        self._outbox.file(self._output / "config.yaml")
+        self._sender.file(self._output / "config.yaml")
         if (plan := self._plan) is None:
             return
         values = {"z": plan.noise_multiplier, "q": plan.sampling.q}
         for group in plan.groups:
             name = valid_name(group.name)
             values |= {f"S.{name}": group.S, f"sigma.{name}": group.sigma, f"share.{name}": group.share}
-        self._outbox.params({f"plan.{name}": f"{value:.6g}" for name, value in values.items()})
+        self._sender.params({f"plan.{name}": f"{value:.6g}" for name, value in values.items()})
         if len(plan.bands) > 1:
-            self._outbox.params({"plan.bands": str(len(plan.bands))})
+            self._sender.params({"plan.bands": str(len(plan.bands))})
         (self._output / "plan.json").write_text(plan_json(plan))
         write_ledger(self._output / "planned_ledger.jsonl", plan.ledger())
         self._send_files("plan.json", "planned_ledger.jsonl")
@@ -172,11 +161,11 @@ class TrackedRun:
         if solved is not None:
             values.setdefault(metric_of(solved.knob), solved.value)
         planned = epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0])
-        self._outbox.metrics({"epsilon_planned": planned} | constants(values), 0)
+        self._sender.metrics({"epsilon_planned": planned} | constants(values), 0)
         if solved is None:
             return
         for step, (value, cost) in enumerate(solved.trace):
-            self._outbox.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
+            self._sender.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Logs the final figures of `result.json`."""
@@ -187,42 +176,41 @@ class TrackedRun:
         found |= {"learning_rate": result["learning_rate"]} if "learning_rate" in result else {}
         released = result.get("preprocessing", {})
         found |= {f"{valid_name(name)}/{k}": one for name, entries in released.items() for k, one in enumerate(entries)}
-        self._outbox.metrics(values | constants(found), result["rounds"])
+        self._sender.metrics(values | constants(found), result["rounds"])
         if "step" in result:
-            self._outbox.tags({"dpexp.step": result["step"]})
+            self._sender.tags({"dpexp.step": result["step"]})
         figures = ["audit.png", "released.png", *(f"{name}.png" for name in released)]
         self._send_files("result.json", *figures)
 
     def log_model(self, model_tags: Mapping[str, str], rounds: int) -> None:
         """Logs the model in the job's folder, and registers it under `register`."""
         self._send_files("weights.safetensors", "card.md", "adapter", "generated.txt")
-        self._outbox.tags({"mlflow.note.content": description(self._output)})
+        self._sender.tags({"mlflow.note.content": description(self._output)})
         folder = self._output / "mlflow_model"
         if folder.exists():
-            self._outbox.model(folder, rounds, model_tags, self._cfg.register)
+            self._sender.model(folder, rounds, model_tags, self._cfg.register)
 
     def log_ledger(self) -> None:
         """Logs the ledger up to the last release, with a figure; however the run ended."""
-        if (self._output / RESERVED).exists() and not (self._output / BEGUN).exists():
-            self._outbox.tags({LEDGER_STATE: "nothing"})
         self._send_files("ledger.jsonl", "ledger.end.json")  # in this order: a ledger may have gone on after its end
         try:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
         except ConfigError:  # missing or damaged; the run's own error says so
             return
         if ledger.not_private_reason is not None:  # whatever the configuration says by now
-            self._outbox.tags({"dpexp.private": f"no: {ledger.not_private_reason}"})
+            self._sender.tags({"dpexp.private": f"no: {ledger.not_private_reason}"})
         figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
         with suppress(OSError):  # a full disk; the run's own error says so
             figure.savefig(self._output / "epsilon.png", dpi=150)
-            self._outbox.file(self._output / "epsilon.png")
+            self._sender.file(self._output / "epsilon.png")
 
     def end(self, status: str, reason: str | None = None) -> None:
         """Sends the rest and the status."""
         if reason is not None:
-            self._outbox.tags({ERROR: reason})
-        if not self._outbox.close(status):
-            print_unsent(self._unsent)
+            self._sender.tags({ERROR: reason})
+        self._sender.close(status)
+        if self._sender.missed is not None:
+            print_missed(self._sender.missed, self._output)
 
 
 @contextmanager
@@ -292,28 +280,6 @@ def _refuse_older_ledger(client: MlflowClient, run_id: str, ledger: Path) -> Non
                 f"{ledger} lacks rounds that the ledger of its run {run_id} in MLflow holds, as an earlier copy does; "
                 "put the run's artifact in its place, so that all of them count."
             )
-
-
-def _other_start(cfg: DictConfig, condition: str) -> Run | None:
-    """A run of this trial from an earlier start of the same sweep."""
-    if parent_id() is None:
-        return None
-    client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
-    end_dead_runs(client, experiment_id)
-    same = f"tags.`mlflow.parentRunId` = '{parent_id()}' and tags.`dpexp.config_hash` = '{config_hash(cfg)}'"
-    found = client.search_runs([experiment_id], f"{condition} and {same}", max_results=1)
-    return found[0] if found else None
-
-
-def finished_trial(cfg: DictConfig) -> Run | None:
-    """This trial's finished run from an earlier start of the same sweep."""
-    return _other_start(cfg, "attributes.status = 'FINISHED'")
-
-
-def unfinished_trial(cfg: DictConfig) -> Path | None:
-    """The folder on this machine of this trial's interrupted run from an earlier start of the same sweep."""
-    found = _other_start(cfg, f"attributes.status = 'KILLED' and tags.`dpexp.host` = '{HOST}'")
-    return Path(found.data.tags[OUTPUT]) if found and OUTPUT in found.data.tags else None
 
 
 def record_failure(cfg: DictConfig, error: Exception) -> None:

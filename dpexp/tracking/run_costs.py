@@ -1,10 +1,18 @@
-"""What each run on a data set counts as: its ledger, or its whole plan where the ledger is not final or lost."""
+"""What each run on a data set counts as, never less than it has released.
+
+A run that has ended, with an intact ledger in its folder, counts as that; if it was killed, with a round more. A run
+that is running, is elsewhere or has lost its ledger counts as its reservation: the most that it may release, which it
+sends to its store before its first round.
+"""
 
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -17,16 +25,14 @@ from dpexp.accounting.ledger.reader import contents
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import OUTPUT, one_line
-from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN, is_running
+from dpexp.tracking.job_folder import RESERVED, RUN, is_running
 from dpexp.tracking.provenance import HOST, without_passwords
 from dpexp.tracking.read import existing, search
 
 DATA_ID = "dpexp.data_id"  # tags
 BUDGET = "dpexp.budget"
 AUDITS = "dpexp.audit_trainings"  # of jobs whose audit trained on the data too; none does any more
-LEDGER_STATE = "dpexp.ledger_state"  # "nothing": the run ended before its ledger was begun
 _LEDGER = "ledger.jsonl"
-_FILES = (_LEDGER, "ledger.end.json", RESERVED)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class RunCost:
         name, run_id, user, status: of the run; "" if unknown.
         ledger: what it counts as; None: unknown.
         note: why that is not simply its ledger; "" if it is.
-        ledger_missing: its ledger is lost, so that the cost is unknown, or at most that of `ledger`, its plan.
+        ledger_missing: its ledger is lost, so that the cost is unknown, or at most that of `ledger`, its reservation.
         not_private_reason: why its (ε, δ) does not cover what it shows, if so.
         delta: of its configuration.
         identity: equal for the same run, wherever it was found.
@@ -85,7 +91,7 @@ def budgets_in(uri: str, data_id: str) -> list[str]:
 
 
 def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
-    """The runs with that `data.id`, oldest first. One without a folder never reached its training."""
+    """The runs with that `data.id`, oldest first."""
     try:
         experiments, token = [], None
         while token != "":
@@ -95,7 +101,7 @@ def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
         found = [
             run
             for run in search(client, experiments, f"tags.`{DATA_ID}` LIKE '%'", ViewType.ALL)
-            if run.data.tags[DATA_ID] == data_id and OUTPUT in run.data.tags
+            if run.data.tags[DATA_ID] == data_id
         ]
     except MlflowException as error:
         raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
@@ -103,7 +109,7 @@ def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
 
 
 def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
-    """The cost of a run, from its folder if that is on this machine, else from what it sent to its store."""
+    """The cost of a run, by its folder if it ran last on this machine."""
     tags, run_id, status = run.data.tags, run.info.run_id, run.info.status
     private = tags.get("dpexp.private", "yes")
     delta = run.data.params.get("privacy.delta")
@@ -115,32 +121,19 @@ def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
     )  # fmt: skip
     if private.startswith("no: trained without"):
         return replace(known, note="it was trained without privacy")
-    folder = Path(tags[OUTPUT])
-    if _is_folder_of(folder, run_id):
-        running = is_running(folder)
-        unlocked = not (folder / f"{RUN}.lock").exists()  # the lock file was deleted
-        if running is None or unlocked or (status == "RUNNING" and tags.get("dpexp.host") != HOST):
-            running = status == "RUNNING"
-        elif status == "RUNNING" and not running:
-            known = replace(known, status="KILLED")  # the next job in its experiment will tell the store
-        not_begun = not (folder / BEGUN).exists()
-        known = replace(known, identity=str(folder.resolve()))
-        return _from_folder(known, folder, running, not_begun, AUDITS in tags)
-    if tags.get("dpexp.host") == HOST and _never_trained(folder):
-        return replace(known, ledger=Ledger("", {}), note="it ended before its first round")
-    with tempfile.TemporaryDirectory() as copied:
-        try:
-            for artifact in sorted(client.list_artifacts(run_id), key=lambda one: str(one.path)):  # ends before ledgers
-                if artifact.path in _FILES:
-                    client.download_artifacts(run_id, artifact.path, copied)
-        except (MlflowException, OSError) as error:
-            reason = f"its folder is not here, and its artifacts cannot be fetched: {one_line(error)[:200]}"
-            return replace(known, note=reason, ledger_missing=True)
-        not_begun = tags.get(LEDGER_STATE) == "nothing"
-        found = _from_folder(known, Path(copied), status == "RUNNING", not_begun, AUDITS in tags)
-        if status not in ("RUNNING", "FINISHED") and found.has_released:
-            return _whole_plan(found, Path(copied), "its folder is not here, and it may have been resumed", lost=True)
-        return found
+    folder, reservation = Path(tags.get(OUTPUT, "")), partial(_sent_reservation, client, run_id)
+    if AUDITS in tags:
+        return _as_reserved(known, reservation, "its audit trains on the data too")
+    if tags.get("dpexp.host") != HOST or not _is_folder_of(folder, run_id):
+        return _as_reserved(known, reservation, "its folder is not here")
+    known = replace(known, identity=str(folder.resolve()))
+    running = is_running(folder)
+    unknown = running is None or not (folder / f"{RUN}.lock").exists()  # the lock file may have been deleted
+    if running or (unknown and status == "RUNNING"):
+        return _as_reserved(known, reservation, "it is running")
+    if status == "RUNNING":
+        known = replace(known, status="KILLED")  # the next job in its experiment will tell the store
+    return _of_ended(known, folder, reservation)
 
 
 def cost_of_job(folder: Path) -> RunCost:
@@ -150,23 +143,24 @@ def cost_of_job(folder: Path) -> RunCost:
     cfg = cfg if isinstance(cfg, Mapping) else {}
     privacy, audit = cfg.get("privacy", {}), cfg.get("audit")
     delta = privacy.get("delta")
-    run_id = (folder / RUN).read_text() if (folder / RUN).exists() else ""
     known = RunCost(
-        str(folder), run_id, "", "", None, "",
+        str(folder), (folder / RUN).read_text() if (folder / RUN).exists() else "", "", "", None, "",
         delta=float(delta) if delta is not None else None, identity=str(folder.resolve()),
         budget=budget(privacy["budget"]) if privacy.get("budget") else None,
     )  # fmt: skip
     if privacy.get("enabled") is False:
         return replace(known, note="it was trained without privacy", not_private_reason="trained without privacy")
-    not_begun = (folder / RESERVED).exists() and not (folder / BEGUN).exists()
-    # The audit of such a run of an earlier version also trained on the data.
-    audits = isinstance(audit, Mapping) and audit.get("canary_type") == "mislabelled"
-    return _from_folder(known, folder, is_running(folder) is not False, not_begun, audits)
+    reservation = partial(_reservation_in, folder)
+    if isinstance(audit, Mapping) and audit.get("canary_type") == "mislabelled":  # of an earlier version
+        return _as_reserved(known, reservation, "its audit trains on the data too")
+    if is_running(folder) is not False:
+        return _as_reserved(known, reservation, "it is running")
+    return _of_ended(known, folder, reservation)
 
 
 def cost_of_ledger(path: Path) -> RunCost:
     """The cost of a ledger file."""
-    return _from_ledger(RunCost(str(path), "", "", "", None, "", identity=str(path.resolve())), path)
+    return _of_ledger(RunCost(str(path), "", "", "", None, "", identity=str(path.resolve())), path)
 
 
 def distinct_runs(costs: list[RunCost]) -> list[RunCost]:
@@ -182,69 +176,79 @@ def _is_folder_of(folder: Path, run_id: str) -> bool:
         return False
 
 
-def _never_trained(folder: Path) -> bool:
-    """Whether a job was killed after creating its run and before writing the run's id, which precedes training."""
-    left = [name for name in (RUN, BEGUN, _LEDGER) if (folder / name).exists()]
-    return (folder / RESERVED).exists() and not left and is_running(folder) is False
-
-
-def _from_folder(known: RunCost, folder: Path, running: bool, not_begun: bool, audits: bool) -> RunCost:
-    """The cost by a folder's files; `not_begun`: where there is no ledger, none was begun;
-    `audits`: the job's audit trains on the data too, which its ledger does not contain."""
-    path = folder / _LEDGER
-    if running:
-        return _whole_plan(known, folder, "it is running", lost=False)
-    if not path.exists() and not_begun:
-        return replace(known, ledger=Ledger("", {}), note="it ended before its first round")
-    found = _from_ledger(known, path)
-    known = replace(known, not_private_reason=found.not_private_reason)
-    if audits:
-        return _whole_plan(known, folder, "its audit trains on the data too", lost=False)
-    if not path.exists():
-        return _whole_plan(known, folder, "its ledger is missing", lost=True)
-    if found.ledger_missing or found.ledger is None:
-        return _whole_plan(known, folder, found.note, lost=True)
-    ended = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
-    if found.ledger.incomplete and ended:  # a training that ends closes its ledger
-        return _whole_plan(known, folder, "its ledger has lost its end", lost=True)
+def _of_ended(known: RunCost, folder: Path, reservation: Callable[[], Ledger | None]) -> RunCost:
+    """The cost of a run that has ended in a folder of this machine."""
+    found = _of_ledger(known, folder / _LEDGER)
+    if found.ledger is None:
+        return _as_reserved(found, reservation, found.note)
+    finished = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
+    if found.ledger.incomplete and finished:  # a training that ends closes its ledger
+        return _as_reserved(found, reservation, "its ledger has lost its end", lost=True)
     if known.budget is not None and _admitted_by_whole_plan(folder, known.budget):
-        return _whole_plan(known, folder, "its whole plan was admitted, before any result", lost=False)
-    return found
+        return _as_reserved(found, reservation, "its whole plan was admitted, before any result")
+    if not found.ledger.incomplete:
+        return found
+    plan = _as_reserved(found, reservation, found.note)
+    return plan if plan.ledger is None else replace(found, ledger=_one_more(found.ledger, plan.ledger))
 
 
-def _admitted_by_whole_plan(folder: Path, kept: Budget) -> bool:
-    """Whether a job was admitted by its whole plan (see `tracking.data_budget`), or may have been: the plan is lost."""
-    try:
-        return not kept.holds(rho(ledger_so_far(folder / RESERVED), kept.order))
-    except ConfigError:
-        return True
-
-
-def _from_ledger(known: RunCost, path: Path) -> RunCost:
+def _of_ledger(known: RunCost, path: Path) -> RunCost:
+    """The cost by a ledger; None where it is missing or not intact."""
     try:
         found = contents(path)
     except ConfigError as error:
         return replace(known, note=str(error).removesuffix("."), ledger_missing=True)
     ledger = found.ledger
+    reason = ledger.not_private_reason or known.not_private_reason
     if ledger.lost is not None:
         note = f"its ledger has lost lines: {ledger.lost}"
-        return replace(known, note=note, ledger_missing=True, not_private_reason=ledger.not_private_reason)
+        return replace(known, note=note, ledger_missing=True, not_private_reason=reason)
     early = "its ledger ends early: the run was killed, or lines are missing and more was spent"
     return replace(
         known,
         ledger=ledger,
         note=early if ledger.incomplete else "",
-        not_private_reason=ledger.not_private_reason or known.not_private_reason,
+        not_private_reason=reason,
         identity=hashlib.sha256(path.read_bytes()).hexdigest() if "run" in found.header else known.identity,
     )
 
 
-def _whole_plan(known: RunCost, folder: Path, reason: str, lost: bool) -> RunCost:
-    try:
-        ledger = ledger_so_far(folder / RESERVED)
-    except ConfigError:
-        return replace(known, note=f"{reason}, and its plan is missing too", ledger_missing=True)
+def _one_more(ledger: Ledger, plan: Ledger) -> Ledger:
+    """A ledger with the round that its run was killed in: one of each kind that its plan has left."""
+    left = [round_ for round_, count in plan.rounds.items() if count > ledger.rounds.get(round_, 0)]
+    return replace(plan, rounds=Counter(ledger.rounds) + Counter(left))
+
+
+def _as_reserved(
+    known: RunCost, reservation: Callable[[], Ledger | None], reason: str, lost: bool = False
+) -> RunCost:  # fmt: skip
+    """The cost of a run whose ledger does not count, or is `lost`."""
+    ledger = reservation()
+    if ledger is None:
+        return replace(known, ledger=None, note=f"{reason}, and its plan is missing too", ledger_missing=True)
+    lost = lost or known.ledger_missing
     return replace(known, ledger=ledger, note=f"{reason}: counted as its whole plan", ledger_missing=lost)
+
+
+def _reservation_in(folder: Path) -> Ledger | None:
+    try:
+        return ledger_so_far(folder / RESERVED)
+    except ConfigError:
+        return None
+
+
+def _sent_reservation(client: MlflowClient, run_id: str) -> Ledger | None:
+    """That in the store: the run may have been resumed in another folder, with more rounds to do again."""
+    with tempfile.TemporaryDirectory() as copied, suppress(MlflowException, OSError):
+        client.download_artifacts(run_id, RESERVED, copied)
+        return _reservation_in(Path(copied))
+    return None
+
+
+def _admitted_by_whole_plan(folder: Path, kept: Budget) -> bool:
+    """Whether a job was admitted by its whole plan (see `tracking.data_budget`), or may have been: the plan is lost."""
+    plan = _reservation_in(folder)
+    return plan is None or not kept.holds(rho(plan, kept.order))
 
 
 def stated_adjacencies(costs: Sequence[RunCost]) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,22 +19,20 @@ from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, configurations, finished, fixed_settings, targets, trained
 from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, swept_numbers
-from dpexp.tracking.client import OUTPUT, address, constants, end_dead_runs, open_store, send_unsent, set_view
+from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, batched, constants, end_dead_runs, open_store, set_view
 from dpexp.tracking.provenance import (
     HOST,
     MAX_NAME,
     PARENT,
-    PATCH,
-    PATCH_RESUMED,
     params,
     provenance,
     provenance_of_resume,
     shared_values,
     valid_name,
-    write_patch,
 )
 from dpexp.tracking.read import downloaded_run, trials
 
+SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
 _MAX_TRIALS = 10_000
 _MAX_PROGRESS = 6  # configurations in the figure of accuracy during training
 
@@ -55,31 +52,25 @@ class TrialLedgers:
 
 
 class SweepRun:
-    """A sweep's parent run; a sweep that was started before continues its earlier run."""
+    """A sweep's parent run; a sweep that is started again in its folder continues its earlier run."""
 
-    def __init__(self, cfg: DictConfig, name: str, key: str, facts: dict[str, Any]) -> None:
-        self._uri = cfg.tracking.uri
+    def __init__(self, cfg: DictConfig, name: str, key: str, facts: dict[str, Any], folder: Path) -> None:
+        self._uri, self._file = cfg.tracking.uri, folder / SWEEP
         self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
         end_dead_runs(self._client, self._experiment)
-        send_unsent(self._client, self._uri, Path(cfg.tracking.offline_dir))
-        found = self._earlier(key) if cfg.tracking.resume else None
-        self.resumed = found is not None
-        if found is not None and found.info.status == "RUNNING":
-            tags = found.data.tags
-            if tags.get("dpexp.host") == HOST and tags.get("dpexp.pid") != str(os.getpid()):
-                raise ConfigError(
-                    f"this sweep is running in process {tags.get('dpexp.pid')}; wait for it, or start another with "
-                    "tracking.resume=false."
-                )
-        if found is None:
+        self.facts = facts | {"key": key} | self._earlier_facts()
+        if self.facts["key"] != key:
+            raise ConfigError(f"{folder} holds another sweep, or its configuration has changed; name another folder.")
+        self.resumed = "run_id" in self.facts
+        if not self.resumed:
             tags = {"dpexp.sweep_hash": key} | provenance()
-            found = self._client.create_run(self._experiment, run_name=name[:MAX_NAME], tags=tags)
+            run = self._client.create_run(self._experiment, run_name=name[:MAX_NAME], tags=tags)
             shared = [Param(key, value) for key, value in params(shared_values(cfg)).items()]
-            for start in range(0, len(shared), 100):  # MLflow's limit
-                self._client.log_batch(found.info.run_id, params=shared[start : start + 100])
-        self._log_patch(found.info.run_id, PATCH_RESUMED if self.resumed else PATCH)
-        self.run_id: str = found.info.run_id
-        self.facts = facts | self._earlier_facts() if self.resumed else facts
+            for some in batched(shared, MAX_PARAMS):
+                self._client.log_batch(run.info.run_id, params=some)
+            self.remember({"run_id": run.info.run_id})
+        self.run_id: str = self.facts["run_id"]
+        self._refuse_running(self._client.get_run(self.run_id))
         self._client.update_run(self.run_id, "RUNNING")
         now = provenance_of_resume() if self.resumed else {"dpexp.pid": str(os.getpid())}
         for tag, value in now.items():
@@ -87,29 +78,29 @@ class SweepRun:
         set_view(self._client, self._experiment)
         os.environ[PARENT] = self.run_id
 
-    def _log_patch(self, run_id: str, name: str) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            patch = write_patch(Path(folder), name)
-            if patch is not None:
-                self._client.log_artifact(run_id, str(patch))
-
-    def _earlier(self, key: str) -> Run | None:
-        same, newest = f"tags.`dpexp.sweep_hash` = '{key}'", ["attributes.start_time DESC"]
-        return next(iter(self._client.search_runs([self._experiment], same, order_by=newest, max_results=1)), None)
-
-    def _has_artifact(self, name: str) -> bool:
-        return any(artifact.path == name for artifact in self._client.list_artifacts(self.run_id))
+    def _refuse_running(self, run: Run) -> None:
+        tags = run.data.tags
+        is_other = self.resumed and tags.get("dpexp.host") == HOST and tags.get("dpexp.pid") != str(os.getpid())
+        if run.info.status == "RUNNING" and is_other:
+            raise ConfigError(f"this sweep is running in process {tags.get('dpexp.pid')}; wait for it.")
 
     def _earlier_facts(self) -> dict[str, Any]:
-        if not self._has_artifact("facts.json"):
+        try:
+            found: dict[str, Any] = json.loads(self._file.read_text())
+        except FileNotFoundError:
             return {}
-        with tempfile.TemporaryDirectory() as folder:
-            return json.loads(Path(self._client.download_artifacts(self.run_id, "facts.json", folder)).read_text())
+        return found
 
     def remember(self, facts: dict[str, Any]) -> None:
         """Stores facts for the next start of the same sweep."""
         self.facts |= facts
-        self._client.log_text(self.run_id, json.dumps(self.facts), "facts.json")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = self._file.with_suffix(".part")
+        partial_file.write_text(json.dumps(self.facts))
+        partial_file.replace(self._file)
+
+    def _has_artifact(self, name: str) -> bool:
+        return any(artifact.path == name for artifact in self._client.list_artifacts(self.run_id))
 
     def trials(self) -> DataFrame:
         """The trials, each once: of several starts the one that finished, else the last."""
@@ -225,6 +216,7 @@ class SweepRun:
         """Deletes the run of a sweep that was refused before its first trial."""
         self._client.set_terminated(self.run_id, "FAILED")
         self._client.delete_run(self.run_id)
+        self._file.unlink()
         os.environ.pop(PARENT, None)
 
     @property

@@ -106,11 +106,10 @@ def test_mlflow_loads_it_and_the_registry_knows_its_price(job, tmp_path):
     try:
         (logged,) = mlflow.search_logged_models(["1"], output_format="list")
         by_pyfunc = mlflow.pyfunc.load_model("models:/digits/1").predict(images())
-        by_torch = mlflow.pytorch.load_model(logged.model_uri)(torch.from_numpy(images()))
     finally:
         mlflow.set_tracking_uri(None)
     expected = dpexp.load(job)(torch.from_numpy(images())).detach().numpy()
-    assert np.allclose(by_pyfunc, expected, rtol=1e-5) and np.allclose(by_torch.detach(), expected, rtol=1e-5)
+    assert np.allclose(by_pyfunc, expected, rtol=1e-5)
     version = store_of(tmp_path).get_model_version("digits", "1")
     assert float(version.tags["epsilon"]) == pytest.approx(result_of(job)["epsilon"]["pld"], rel=1e-5)
     assert version.tags["delta"] == "0.0001" and version.tags["private"] == "True"
@@ -236,10 +235,8 @@ def test_a_module_that_holds_records_keeps_them_to_itself_and_is_made_again(dpex
     for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
         content = path.read_bytes()
         assert not any(record in content for record in records), path
-    graph = (output / "mlflow_model" / "data" / "model.pt2").read_bytes()
-    assert str(tmp_path).encode() not in graph and b"site-packages" not in graph
-    kept, x = torch.export.load(output / "mlflow_model" / "data" / "model.pt2").module(), torch.from_numpy(images())
-    assert torch.allclose(kept(x), dpexp.load(output)(x), rtol=1e-5, atol=1e-5)
+    served = mlflow.pyfunc.load_model(str(output / "mlflow_model")).predict(images())
+    assert np.allclose(served, dpexp.load(output)(torch.from_numpy(images())).detach(), rtol=1e-5, atol=1e-5)
     dpexp_job("evaluate", str(output))
     assert f"test_accuracy: {result_of(output)['metrics']['test_accuracy']:.2%}" in capsys.readouterr().out
 
@@ -251,10 +248,9 @@ def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precis
     np.save(tmp_path / "x.npy", images(20))
     table = predict([str(output), f"data={tmp_path}/x.npy", f"out={tmp_path}/p.csv"])
     kept = mlflow.pyfunc.load_model(str(output / "mlflow_model"))
-    found = np.asarray(kept.predict(images(20).astype(np.float64) if precision == "64-true" else images(20)))
-    second, first = np.sort(found.astype(np.float64), axis=1)[:, -2:].T
-    is_clear = first - second > 0.05  # of what is closer, bfloat16 may choose either
-    assert is_clear.sum() >= 10 and (found.argmax(1) == table["class"])[is_clear].all()
+    found = kept.predict(images(20))
+    assert found.dtype == (np.float64 if precision == "64-true" else np.float32)
+    assert (found.argmax(1) == table["class"]).all()
 
 
 def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job):

@@ -26,6 +26,7 @@ from dpexp.accounting.rounding import up
 from dpexp.commands import train
 
 QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
+SAME = "hydra.sweep.dir=outputs/multirun/a/b"  # in which a sweep goes on
 
 
 class Store:
@@ -108,7 +109,7 @@ def test_verbose_trials_print_their_plans(dpexp_job, capsys):
 
 
 def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is_missing(dpexp_job, store):
-    sweep = ("-m", *QUICK, "calibrate=sampling_rate", "privacy.noise_multiplier=2", "privacy.epsilon=1e-3,3")
+    sweep = ("-m", *QUICK, SAME, "calibrate=sampling_rate", "privacy.noise_multiplier=2", "privacy.epsilon=1e-3,3")
     with pytest.raises(SystemExit, match="cannot be reached"):
         dpexp_job(*sweep)
     (parent,), (failed,), (finished,) = store.parents(), store.trials("FAILED"), store.trials("FINISHED")
@@ -122,8 +123,23 @@ def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is
     assert again.info.run_id == finished.info.run_id, "finished trials are not run again"
     assert len(store.trials("FAILED")) == 2, "the failed one is"
 
-    dpexp_job(*sweep[:-1], "privacy.epsilon=3", "tracking.resume=false")
+    with pytest.raises(SystemExit, match="already holds a run, with its multirun"):
+        dpexp_job(*sweep[:-1], "privacy.epsilon=3")
+    dpexp_job("-m", *sweep[1:3], *sweep[5:-1], "privacy.epsilon=3")
     assert len(store.parents()) == 2 and len(store.trials("FINISHED")) == 2
+
+
+def test_a_sweep_whose_files_have_changed_does_not_go_on(dpexp_job, store, tmp_path):
+    own = tmp_path / "own/optimizer"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("_target_: torch.optim.SGD\n_partial_: true\nlr: 0.1\n")
+    sweep = ("-m", f"--config-dir={own.parent}", *QUICK, SAME, "privacy.noise_multiplier=2", "optimizer=mine")
+    dpexp_job(*sweep)
+    dpexp_job(*sweep)
+    assert len(store.trials()) == 1
+    (own / "mine.yaml").write_text("_target_: torch.optim.SGD\n_partial_: true\nlr: 0.2\n")
+    with pytest.raises(SystemExit, match="holds another sweep, or its configuration has changed"):
+        dpexp_job(*sweep)
 
 
 def test_a_sweep_that_is_killed_goes_on_and_every_ledger_counts(forked, dpexp_job, tmp_path, store, capsys):
@@ -255,16 +271,19 @@ def test_nothing_is_claimed_for_trials_whose_guarantee_does_not_hold(dpexp_job, 
 
 
 def test_deleted_runs_count_and_damaged_or_lost_ledgers_are_reported(dpexp_job, store, tmp_path, recwarn):
-    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2")
+    sweep = ("-m", *QUICK, SAME, "privacy.noise_multiplier=2")
 
     def all_runs():
         return store.parents()[0].data.metrics["with selection all_runs_epsilon"]
 
     dpexp_job(*sweep)
     before = all_runs()
-    store.client.delete_run(store.trials()[0].info.run_id)
+    (trial,) = store.trials()
+    store.client.delete_run(trial.info.run_id)
+    result = Path(trial.data.tags["dpexp.output"]) / "result.json"
+    result.unlink()  # so that it runs again
     dpexp_job(*sweep)
-    paths = ledgers_in(tmp_path)
+    paths = sorted(ledgers_in(tmp_path))
     assert len(store.trials()) == 1 and len(paths) == 2 and "ends early" not in store.note()
     both = dpexp.epsilon(concatenate([*map(read_ledger, paths)]), 1e-4)
     assert all_runs() == pytest.approx(both, rel=1e-9) and all_runs() > before
@@ -295,7 +314,7 @@ def test_a_sweep_whose_parent_cannot_begin_does_not_train(dpexp_job, monkeypatch
 
 # Private selection
 
-SELECT = ("-m", "hydra/sweeper=private_selection", *QUICK)
+SELECT = ("-m", "hydra/sweeper=private_selection", *QUICK, SAME)
 
 
 def refused_when_resumed(*arguments):

@@ -20,13 +20,22 @@ from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
 from dpexp.__main__ import main
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    concatenate,
+    read_ledger,
+)
+from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import open_store
 from dpexp.tracking.data_budget import _lock, budget_used
-from dpexp.tracking.job_folder import BEGUN, RUN, is_running
+from dpexp.tracking.job_folder import RESERVED, RUN, is_running
 from dpexp.tracking.provenance import HOST
 from dpexp.tracking.run_costs import AUDITS, BUDGET, costs_in, distinct_runs, reserve
 
@@ -58,15 +67,15 @@ def run_on(store, request):
     data_id = request.node.name
 
     def begin(z=5.0, count=3, planned=10, status="FINISHED", adjacency="add_remove", **tags):
-        tags = {"dpexp.data_id": data_id, "dpexp.private": "yes", "mlflow.user": "ann"} | tags
+        tags = {"dpexp.data_id": data_id, "dpexp.private": "yes", "mlflow.user": "ann", "dpexp.host": HOST} | tags
         run = client.create_run(experiment, tags=tags, run_name=f"z={z}")
         output = folder / run.info.run_id
         output.mkdir()
         client.set_tag(run.info.run_id, "dpexp.output", str(output))
         (output / RUN).write_text(run.info.run_id)
         reserve(output, rounds(z, planned, adjacency))
+        client.log_artifact(run.info.run_id, str(output / RESERVED))
         if count is not None:
-            (output / BEGUN).touch()
             writer = LedgerWriter(output / "ledger.jsonl", adjacency)
             for _ in range(count):
                 writer.sample(EVENT)
@@ -102,7 +111,18 @@ def held(output):
 # What a run counts as
 
 
-def test_runs_count_as_their_ledgers_however_they_ended(run_on, store):
+def killed_ledger(output, lines=None):
+    """Leaves a ledger as a kill does: without its closing line, or with so many lines."""
+    path = output / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[: lines or -1]))
+    end_of(path).unlink(missing_ok=True)
+
+
+def sent_reservation(store, output):
+    return store[3] / "artifacts" / output.name / "artifacts" / RESERVED
+
+
+def test_runs_that_closed_their_ledgers_count_as_them_however_they_ended(run_on, store):
     outputs = [run_on(count=k, status=status) for k, status in enumerate(("FINISHED", "FAILED", "KILLED"), 1)]
     store[1].delete_run(outputs[1].name)
     charges = run_on.charges()
@@ -110,8 +130,11 @@ def test_runs_count_as_their_ledgers_however_they_ended(run_on, store):
     assert not any(charge.ledger_missing for charge in charges) and {charge.user for charge in charges} == {"ann"}
 
 
-def test_a_running_job_counts_as_its_whole_plan_and_a_dead_one_as_its_ledger(run_on):
-    output = run_on(count=3, planned=10, status="RUNNING", **{"dpexp.host": os.uname().nodename})
+@pytest.mark.parametrize("status", ["RUNNING", "KILLED"])
+def test_a_running_job_counts_as_its_reservation_and_a_killed_one_as_its_ledger_and_a_round_more(run_on, status):
+    """Whatever the store says: another container with the same host name saw no such process."""
+    output = run_on(count=3, planned=10, status=status)
+    killed_ledger(output)
     process = held(output)
     assert is_running(output) is True
     (charge,) = run_on.charges()
@@ -119,28 +142,49 @@ def test_a_running_job_counts_as_its_whole_plan_and_a_dead_one_as_its_ledger(run
     process.kill()
     process.join()
     (charge,) = run_on.charges()
-    assert is_running(output) is False and len(charge.ledger) == 3 and charge.status == "KILLED"
+    assert is_running(output) is False and len(charge.ledger) == 4 and charge.status == "KILLED"
+    killed_ledger(output, lines=1)  # before the first round's line was on disk
+    (charge,) = run_on.charges()
+    assert len(charge.ledger) == 1
 
 
-def test_a_run_of_another_machine_counts_as_its_plan_for_as_long_as_its_store_says_that_it_runs(run_on, store):
-    output = run_on(count=3, planned=10, status="RUNNING", **{"dpexp.host": "elsewhere"})
+@pytest.mark.parametrize("count", [9, 10])
+def test_a_killed_run_costs_no_more_than_its_reservation(run_on, count):
+    killed_ledger(run_on(count=count, planned=10, status="KILLED"))
     (charge,) = run_on.charges()
     assert len(charge.ledger) == 10
-    store[1].set_terminated(output.name, "FINISHED")
+
+
+def test_a_killed_run_may_have_been_in_any_kind_of_round_that_its_plan_has_left(run_on, store):
+    output = run_on(z=5.0, count=3, status="KILLED")
+    killed_ledger(output)
+    reserve(output, concatenate([rounds(5.0, 3), rounds(2.0, 4), rounds(1.0, 1)]))
+    store[1].log_artifact(output.name, str(output / RESERVED))
     (charge,) = run_on.charges()
-    assert len(charge.ledger) == 3
+    assert charge.ledger.rounds == concatenate([rounds(5.0, 3), rounds(2.0, 1), rounds(1.0, 1)]).rounds
 
 
-@pytest.mark.parametrize("how", ["missing", "edited", "empty", "cut"])
-def test_a_lost_ledger_is_unknown_and_never_zero(run_on, how, capsys):
+@pytest.mark.parametrize("status", ["RUNNING", "FINISHED", "KILLED"])
+def test_a_run_of_another_machine_counts_as_its_reservation(run_on, status):
+    """A folder of the same path here may be a copy, of which the other machine's has gone on."""
+    run_on(count=3, planned=10, status=status, **{"dpexp.host": "elsewhere"})
+    (charge,) = run_on.charges()
+    assert len(charge.ledger) == 10 and "its folder is not here" in charge.note
+
+
+@pytest.mark.parametrize("how", ["missing", "edited", "empty", "cut", "without its end"])
+def test_a_lost_ledger_counts_as_the_reservation_and_never_as_nothing(run_on, how, store, capsys):
     output = run_on(z=4.0, count=3, planned=10)
     path = output / "ledger.jsonl"
     if how == "missing":
         path.unlink()
     elif how == "cut":
         path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    elif how == "without its end":
+        killed_ledger(output, lines=3)
     else:
         path.write_bytes(path.read_bytes().replace(b"4.0", b"9.0") if how == "edited" else b"")
+    reserve(output, rounds(4.0, 1))  # of an earlier copy of the folder: the store knows better
     (charge,) = run_on.charges()
     assert charge.ledger_missing and len(charge.ledger) == 10
     found = run_on.account("budget={epsilon: 4, delta: 1e-5}")
@@ -148,7 +192,7 @@ def test_a_lost_ledger_is_unknown_and_never_zero(run_on, how, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "What z=4.0 spent is unknown" in printed and "counted as its whole plan" in printed
     assert "ε = unknown, at most" in printed
-    (output / "reserved_ledger.jsonl").unlink()
+    sent_reservation(store, output).unlink()
     (charge,) = run_on.charges()
     assert charge.ledger_missing and charge.ledger is None
     run_on(z=4.0, count=2)
@@ -176,23 +220,15 @@ def test_runs_of_many_experiments_are_found(run_on, monkeypatch):
     assert len(charge.ledger) == 3
 
 
-def test_what_ended_before_its_first_round_spent_nothing(run_on):
-    run_on(count=None, status="FAILED")
-    (charge,) = run_on.charges()
-    assert len(charge.ledger) == 0 and not charge.ledger_missing
-    assert run_on.account("delta=1e-5")["composed"] == 0
-
-
-def test_a_folder_that_is_gone_is_replaced_by_what_the_store_was_sent(run_on, store):
-    sent, unsent, other = run_on(count=3), run_on(count=4), run_on(count=5)
+def test_a_folder_that_is_gone_or_moved_counts_as_its_reservation(run_on, store):
+    known, unknown, other = run_on(count=3), run_on(count=4), run_on(count=5)
     (other / RUN).write_text("another")  # a folder of the same name, with another run
-    store[1].log_artifact(sent.name, str(sent / "ledger.jsonl"))
-    for output in (sent, unsent):
-        output.rename(output.with_name(f"{output.name}.away"))
+    sent_reservation(store, unknown).unlink()
+    known.rename(known.with_name("moved"))
+    shutil.rmtree(unknown)
     first, second, third = run_on.charges()
-    assert len(first.ledger) == 3 and not first.ledger_missing
-    for charge in (second, third):
-        assert charge.ledger is None and charge.ledger_missing and "missing" in charge.note
+    assert len(first.ledger) == len(third.ledger) == 10 and not first.ledger_missing
+    assert second.ledger is None and second.ledger_missing and "its plan is missing too" in second.note
 
 
 def test_a_run_without_privacy_leaves_no_budget(run_on, capsys):
@@ -378,14 +414,14 @@ def killed(folder, number, *arguments):
 
 def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_resumed(dpexp_job, tmp_path, monkeypatch):
     dpexp_job(*QUICK, KEPT, "privacy.epsilon=0.5")
-    folder = killed(tmp_path, 3, KEPT, "privacy.epsilon=2")
+    folder = killed(tmp_path, 2, KEPT, "privacy.epsilon=2")
     uri, kept = f"sqlite:///{tmp_path}/outputs/mlflow.db", budget({"epsilon": 4, "delta": 1e-5})
     before, crashed = costs_in(uri, "digits")
     assert len(crashed.ledger) == 3 and "ends early" in crashed.note
     promised = read_ledger(folder / "reserved_ledger.jsonl")
     left = kept.limit - rho(before.ledger, kept.order) - rho(crashed.ledger, kept.order)
     assert len(promised) == 4 and rho(promised, kept.order) > rho(crashed.ledger, kept.order)
-    # The third round was written and not finished, so that a resumed job does it again: two more, five in all.
+    # The second round was written and not finished, so that a resumed job does it again: three more, five in all.
     backup = tmp_path / "backup"
     shutil.copytree(folder, backup)
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
@@ -408,7 +444,7 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
         assert len(charge.ledger) == 5
     (folder / "ledger.jsonl").write_bytes(done)
     main()
-    assert len(read_ledger(folder / "ledger.jsonl")) == 7
+    assert len(read_ledger(folder / "ledger.jsonl")) == 8
 
 
 def test_a_resumed_job_is_refused_what_others_have_taken_meanwhile(dpexp_job, tmp_path, monkeypatch):
@@ -444,14 +480,24 @@ def test_a_store_has_one_lock_whatever_it_is_called(name, tmp_path, monkeypatch)
     assert len(held) == 2 and held[0] == held[1]
 
 
-def test_a_job_killed_before_its_folder_knew_its_run_stands_in_nobodys_way(run_on, store):
-    output = run_on(count=None, status="RUNNING", **{"dpexp.host": HOST})
-    (output / RUN).unlink()
-    (charge,) = run_on.charges()
-    assert charge.ledger == Ledger("", {}) and not charge.ledger_missing
-    (output / BEGUN).touch()
-    (charge,) = run_on.charges()
-    assert charge.ledger is None or charge.ledger_missing
+@pytest.mark.parametrize("before, counts", [("set_tag", 0), ("log_artifact", 0), ("log_inputs", 4)])
+def test_a_job_killed_as_it_starts_counts_as_its_reservation_from_when_it_may_train(
+    dpexp_job, tmp_path, monkeypatch, before, counts
+):
+    """`before` a request; a run that no budget knows has not begun to train."""
+
+    def killed_before():
+        monkeypatch.setattr(MlflowClient, before, lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL))
+        sys.argv = ["dpexp", *QUICK, KEPT, "privacy.epsilon=1"]
+        main()
+
+    dpexp_job(*QUICK, "train=false")
+    process = FORK.Process(target=killed_before)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    charges = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+    assert sum(len(charge.ledger) for charge in charges) == counts
 
 
 def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_path, monkeypatch):
@@ -465,8 +511,7 @@ def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_p
         dpexp_job(*QUICK, KEPT, "privacy.epsilon=2")
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert charge.status == "FAILED" and len(charge.ledger) == 0 and not charge.ledger_missing
-    (run,) = store_of(tmp_path).search_runs(["1"])
-    assert run.data.tags["dpexp.ledger_state"] == "nothing"
+    assert read_ledger(*tmp_path.glob("outputs/*/*/ledger.jsonl")) == Ledger("add_remove", {})
 
 
 def test_the_trials_of_a_sweep_are_counted_and_held_to_the_budget(dpexp_job, tmp_path, capsys):
@@ -508,19 +553,9 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
 
 
 def test_a_lock_that_was_cleared_away_does_not_end_a_run(run_on):
-    output = run_on(count=1, status="RUNNING", **{"dpexp.host": HOST})
+    output = run_on(count=1, status="RUNNING")
     process = held(output)
     (output / f"{RUN}.lock").unlink()
     (charge,) = run_on.charges()
     process.kill()
     assert len(charge.ledger) == 10 and charge.status == "RUNNING"
-
-
-@pytest.mark.parametrize("status, rounds", [("FINISHED", 3), ("KILLED", 10), ("FAILED", 10)])
-def test_what_a_store_was_sent_of_a_run_that_may_have_been_resumed_is_not_all(run_on, store, status, rounds):
-    output = run_on(count=3, status=status)
-    for name in ("ledger.jsonl", "reserved_ledger.jsonl"):
-        store[1].log_artifact(output.name, str(output / name))
-    shutil.rmtree(output)
-    (charge,) = run_on.charges()
-    assert len(charge.ledger) == rounds
