@@ -24,6 +24,7 @@ from yaml import YAMLError
 from dpexp import config
 from dpexp.commands import sweep, validate
 from dpexp.commands.command_line import COMMANDS, as_audit, as_overrides, check, help, import_targets, sentence
+from dpexp.commands.trial import trial_label
 from dpexp.errors import ConfigError, RecordError
 
 config.register()
@@ -134,7 +135,7 @@ def job(cfg: DictConfig) -> float | None:
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
-        if label := sweep.trial_label(cfg):
+        if label := trial_label(cfg):
             words = " ".join(f"{type(error).__name__}: {error}".split())
             print_failed_trial(label, words.removeprefix("ConfigError: "))
         raise

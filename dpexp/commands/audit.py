@@ -18,7 +18,7 @@ from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.audit_figures import audit_figure
+from dpexp.reporting.run_figures import audit_figure
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
 

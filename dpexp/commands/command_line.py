@@ -26,6 +26,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from dpexp import config
 from dpexp._hydra_compat import get_args_parser
+from dpexp.commands.validate import REFUSED
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
@@ -220,8 +221,6 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         known = [str(key) for key in cause.parent_node]
         advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
         if section == "trainer":
-            from dpexp.commands.trainer import REFUSED  # slow to import
-
             if cause.key in REFUSED:
                 return f"{cause.full_key} cannot be honoured: {REFUSED[cause.key]}."
             advice = f" For an option of Lightning's Trainer, write +{cause.full_key}."

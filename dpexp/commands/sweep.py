@@ -1,12 +1,10 @@
-"""Sweeps: a trial's label, Hydra's sweepers, and one MLflow parent run above the trials.
+"""Sweeps: Hydra's sweepers, and one MLflow parent run above the trials.
 
 All trials are checked before the first starts. Imports nothing slow, since every press of Tab runs it.
 """
 
 import hashlib
-import itertools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,43 +13,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpexp._hydra_compat import BasicSweeper
+from dpexp.commands.trial import forget_trials, name_of, remember_trials
 from dpexp.commands.validate import refuse_taken
 from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpexp.accounting.ledger import Ledger
-
-_TRIALS = "DPEXP_TRIALS"  # environment variable, which reaches the processes of every launcher: number, varied keys
-
-
-def trial_label(cfg: DictConfig) -> str | None:
-    """A trial's number, of how many, and what distinguishes it; None for a single job, or with `verbose=true`."""
-    hydra = HydraConfig.get()
-    if hydra.mode != RunMode.MULTIRUN or cfg.verbose:
-        return None
-    count, _ = json.loads(os.environ.get(_TRIALS, "[null, null]"))
-    number = f"[{hydra.job.num + 1}/{count}]" if count else f"[{hydra.job.num + 1}]"
-    return f"{number} {_name_of([*map(str, hydra.overrides.task)])}"
-
-
-def _remember_trials(members: Sequence[Sequence[str]]) -> None:
-    """Stores the trials of a sweep, each given by its overrides."""
-    values: dict[str, set[str]] = {}
-    for override in itertools.chain.from_iterable(members):
-        values.setdefault(override.partition("=")[0], set()).add(override)
-    os.environ[_TRIALS] = json.dumps([len(members), [key for key, found in values.items() if len(found) > 1]])
-
-
-def _name_of(overrides: Sequence[str]) -> str:
-    """The overrides that differ among the trials; all, if that is unknown."""
-    _, varied = json.loads(os.environ.get(_TRIALS, "[null, null]"))
-    return " ".join([one for one in overrides if varied and one.partition("=")[0] in varied] or overrides)
-
 
 # Sweepers
 
@@ -65,7 +36,7 @@ class Grid(BasicSweeper):
             return
         assert self.overrides is not None
         members = [list(overrides) for batch in self.overrides for overrides in batch]
-        _remember_trials(members)
+        remember_trials(members)
         from dpexp.commands.train import check_trial
 
         refused = []
@@ -73,7 +44,7 @@ class Grid(BasicSweeper):
             try:
                 check_trial(self._compose(overrides, number))
             except ConfigError as error:
-                refused.append(f"trial {number + 1} of {len(members)} ({_name_of(overrides)}): {error}")
+                refused.append(f"trial {number + 1} of {len(members)} ({name_of(overrides)}): {error}")
         if refused:
             more = f" (Nor can {len(refused) - 1} more.)" if len(refused) > 1 else ""
             raise ConfigError(f"no trial was started, since one cannot run: {refused[0]}{more}")
@@ -240,7 +211,7 @@ def conclude(interrupted: bool, failed: bool) -> None:
     """
     global _sweep
     ended, _sweep = _sweep, None
-    os.environ.pop(_TRIALS, None)
+    forget_trials()
     if ended is None:
         return
     try:

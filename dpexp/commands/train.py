@@ -17,14 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import pl
 from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger, write_ledger
-from dpexp.commands import processes, sweep
+from dpexp.commands import processes
 from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
     accountants,
     add_optimizer,
     data_of,
     default_learning_rate,
-    make,
     module_of,
     plan_for,
     rounds_of,
@@ -43,10 +42,9 @@ from dpexp.commands.saved_jobs import (
     save_model,
 )
 from dpexp.commands.trainer import callback_for, explained, trainer_for
+from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
-from dpexp.privacy.plan.allocation import Explicit
-from dpexp.privacy.plan.clipping import Joint, same_as_separate
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
@@ -97,7 +95,7 @@ def _run_worker(cfg: DictConfig) -> None:
 
 
 def _run(cfg: DictConfig, stop: Stop) -> float | None:
-    trial, output = sweep.trial_label(cfg), Path(HydraConfig.get().runtime.output_dir)
+    trial, output = trial_label(cfg), Path(HydraConfig.get().runtime.output_dir)
     configuration = config_hash(cfg)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         results = map(finished_result, output.parent.glob("*/"))
@@ -126,7 +124,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     if trial is None:
         if plan and cfg.checkpoint.resume:
             terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), rounds_done(output / CHECKPOINT))
-        terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan), joint_note(cfg, plan)])
+        terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
         if plan and (together := with_earlier(others, plan.ledger(), cfg.privacy.delta)):
             terminal.console.print(f"After this job, {together}.")
         terminal.print_trained_parameters(job.module)
@@ -173,8 +171,7 @@ def _check(cfg: DictConfig) -> None:
     with TemporaryDirectory() as folder:
         job = _make_job(cfg, Path(folder), plan_for)
         assert job.plan and job.privacy
-        notes = [defaults_note(cfg, job.module, job.plan), joint_note(cfg, job.plan)]
-        terminal.print_plan(cfg, job.plan, notes)
+        terminal.print_plan(cfg, job.plan, [defaults_note(cfg, job.module, job.plan)])
         terminal.print_trained_parameters(job.module)
         job.privacy.dry_run_only = True
         try:
@@ -202,24 +199,6 @@ def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
     if isinstance(module, Classifier) and (found := default_learning_rate(cfg, plan)):
         chosen.append(f"optimizer.lr={found['lr']:.3g}, for this number of rounds, noise and model")
     return f"By default: {'; '.join(chosen)}." if chosen else ""
-
-
-def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
-    """A sentence that `mechanism=joint` makes no difference here, and which options would; "" if it makes one."""
-    if plan is None:
-        return ""
-    mechanism, clip_norm, allocation = (make(name, cfg[name]) for name in ("mechanism", "clip_norm", "allocation"))
-    if not isinstance(mechanism, Joint) or not same_as_separate(plan, clip_norm, isinstance(allocation, Explicit)):
-        return ""
-    same = "mechanism=joint equals mechanism=separate here"
-    groups = [group.vectors for group in plan.groups if not group.is_metric]
-    if all(len(vectors) == 1 for vectors in groups):
-        return (
-            f"{same}, since each group is one vector; with several, clip_norm=dimension or clip_norm=adaptive differ."
-        )
-    options = ["clip_norm=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
-    options = [*options, "clip_norm=adaptive"] if mechanism.alpha is None else ["a list of scales in mechanism.alpha"]
-    return f"{same}, since the scales α of a group are equal; {' or '.join(options)} would make a difference."
 
 
 class _Job(NamedTuple):

@@ -12,10 +12,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import MisconfigurationException, environment, pl
-from dpexp.commands import processes, sweep
+from dpexp.commands import processes
 from dpexp.commands.build import accountants, make, rounds_of
 from dpexp.commands.saved_jobs import CHECKPOINT
-from dpexp.commands.validate import sampling_of
+from dpexp.commands.trial import trial_label
+from dpexp.commands.validate import REFUSED, sampling_of
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import CPU_BATCH
@@ -28,27 +29,6 @@ from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, W
 
 # Keys of `trainer` that are not Lightning's:
 OWN = ("max_physical_batch_size", "compile", "num_workers", "threads", "num_evaluations")
-# Options of Lightning's Trainer that are refused -> what to give instead, or why
-_REFUSED = {
-    ("max_epochs", "min_epochs", "max_steps", "min_steps"):
-        "the plan determines the number of rounds; give sampling.steps or sampling.epochs",
-    ("use_distributed_sampler", "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"):
-        "sampling determines each round's sample, from all of the training set",
-    ("check_val_every_n_epoch", "val_check_interval"): "give trainer.num_evaluations",
-    ("sync_batchnorm",): "it mixes the records of all processes",
-    ("logger",): "choose tracking",
-    ("callbacks",): "choose callbacks, at the top level",
-    ("fast_dev_run",): "give debug=true",
-    ("accumulate_grad_batches",): "trainer.max_physical_batch_size splits a sample",
-    ("enable_checkpointing",): "give checkpoint.every_n_rounds",
-    ("default_root_dir",): "give hydra.run.dir",
-    ("profiler",): "its counts and times depend on the size of each round's sample, which is private",
-    ("barebones",): "it would leave out the callback that makes training private",
-    ("plugins",): "give trainer.precision",
-    ("model_registry",): "give register",
-    ("enable_autolog_hparams",): "the whole configuration is logged",
-}  # fmt: skip
-REFUSED = {name: why for names, why in _REFUSED.items() for name in names}
 
 
 def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
@@ -86,7 +66,7 @@ def trainer_for(
     if any(isinstance(callback, AVERAGING) for callback in configured):
         callbacks.append(LastWeights())
     callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
-    label, launcher = sweep.trial_label(cfg), HydraConfig.get().runtime.choices.get("hydra/launcher", "basic")
+    label, launcher = trial_label(cfg), HydraConfig.get().runtime.choices.get("hydra/launcher", "basic")
     bar = (
         options.pop("enable_progress_bar", True)
         and not cfg.check

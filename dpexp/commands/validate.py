@@ -22,6 +22,27 @@ OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "mechanism", "clip_rule", "allocation",
 )  # fmt: skip
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED)
+# Options of Lightning's Trainer that are refused -> what to give instead, or why
+_REFUSED = {
+    ("max_epochs", "min_epochs", "max_steps", "min_steps"):
+        "the plan determines the number of rounds; give sampling.steps or sampling.epochs",
+    ("use_distributed_sampler", "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"):
+        "sampling determines each round's sample, from all of the training set",
+    ("check_val_every_n_epoch", "val_check_interval"): "give trainer.num_evaluations",
+    ("sync_batchnorm",): "it mixes the records of all processes",
+    ("logger",): "choose tracking",
+    ("callbacks",): "choose callbacks, at the top level",
+    ("fast_dev_run",): "give debug=true",
+    ("accumulate_grad_batches",): "trainer.max_physical_batch_size splits a sample",
+    ("enable_checkpointing",): "give checkpoint.every_n_rounds",
+    ("default_root_dir",): "give hydra.run.dir",
+    ("profiler",): "its counts and times depend on the size of each round's sample, which is private",
+    ("barebones",): "it would leave out the callback that makes training private",
+    ("plugins",): "give trainer.precision",
+    ("model_registry",): "give register",
+    ("enable_autolog_hparams",): "the whole configuration is logged",
+}  # fmt: skip
+REFUSED = {name: why for names, why in _REFUSED.items() for name in names}
 
 
 def check(cfg: DictConfig) -> None:

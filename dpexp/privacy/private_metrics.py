@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from dpexp.errors import ConfigError, positive, positive_integer
 from dpexp.privacy.gradients.branches import HiddenNumber
 from dpexp.privacy.plan.clipping import GroupClipping, at_most_root
 from dpexp.privacy.plan.groups import Vector, value_key
-
-if TYPE_CHECKING:
-    from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.plan.plan import PrivacyPlan
 
 BATCHNORM = "batchnorm"  # metric group of private batch normalization
 UNCLIPPED = "fraction_within_clip_norm"  # metric group of adaptive clipping
@@ -217,7 +215,7 @@ class MetricEstimates:
         self.history = history or {}
         self._totals: dict[str, list[tuple[float, float]]] = {}  # cumulative sums of (estimate, variance)
 
-    def add(self, now: "PrivacyPlan", completed: int, released: Mapping[str, Tensor]) -> dict[str, float]:
+    def add(self, now: PrivacyPlan, completed: int, released: Mapping[str, Tensor]) -> dict[str, float]:
         """Adds the release v̂ by key of round number `completed`, counted from 1.
 
         Returns metrics to log: `private/…`, `private/…_noise_std` and `private/…_moving_average`.
@@ -244,7 +242,7 @@ class MetricEstimates:
         return estimate / count, math.sqrt(max(0.0, variance)) / count
 
 
-def _of_round(now: "PrivacyPlan", released: Mapping[str, Tensor]) -> Iterator[tuple[str, float, float]]:
+def _of_round(now: PrivacyPlan, released: Mapping[str, Tensor]) -> Iterator[tuple[str, float, float]]:
     """(name, estimate, standard deviation) of each entry."""
     for group in now.groups:
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):

@@ -2,12 +2,12 @@
 
 import json
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pandas import DataFrame, Series
+from scipy import stats
 
 from dpexp.accounting.rounding import up
 
@@ -15,7 +15,6 @@ CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "all
 EPSILON, DELTA, Z = "privacy.epsilon", "privacy.delta", "privacy.noise_multiplier"
 DRAW = "draw"  # number of a draw of private selection; the last column
 _NAMES = {EPSILON: "target ε", Z: "z", DELTA: "δ"}
-_IN_CAPTIONS = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, DELTA)
 # Keys that follow from a choice
 _IMPLIED = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")
 _SECTIONS = ("optimizer.", "sampling.", "privacy.")  # omitted from names
@@ -94,20 +93,11 @@ def _shown(key: str, values: Iterable[str]) -> dict[str, str]:
     return short if len({*short.values()}) == len(full) else full
 
 
-def fixed_settings(trials: DataFrame, first: Sequence[str] = (), width: int = 120) -> str:
-    """A caption: the settings that all trials share, and those that follow from the settings that differ."""
+def following(trials: DataFrame, varied: Sequence[str]) -> list[str]:
+    """The settings that differ too, but follow from those that are `varied`."""
     table = settings(trials)
-    varied = distinguishing(table, first)
-    known = [key for key in table if not (key.partition(".")[0] in CHOICES and key.partition(".")[2] in _IMPLIED)]
-    same = [key for key in known if table[key].nunique() == 1 and table[key].iloc[0] != _UNSET]
-    same = [key for key in same if key in CHOICES or key.startswith(_IN_CAPTIONS)]
-    following = [key for key in known if table[key].nunique() > 1 and key not in varied]
-    names = short_names([*same, *following, *varied])
-    shown = [f"{names[key]}={text}" for key in same for text in _shown(key, table[key].unique()).values()]
-    text = f"Fixed: {' · '.join(shown)}."
-    if following:
-        text += f" Not fixed, but following: {', '.join(names[key] for key in following)}."
-    return textwrap.fill(text, width, break_long_words=False)
+    implied = [key for key in table if key.partition(".")[0] in CHOICES and key.partition(".")[2] in _IMPLIED]
+    return [key for key in table if table[key].nunique() > 1 and key not in (*varied, *implied)]
 
 
 def finished(trials: DataFrame) -> DataFrame:
@@ -187,8 +177,8 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
 
     Returns:
         A sorted frame, and those of its columns that distinguish the rows. The others are label; run_id, name, data,
-        model, level, cost, delta and knob of the first run; run_ids and their number, runs; the largest epsilon; the
-        means of accuracy and knob_value; and spread, the standard deviation of accuracy (NaN for one run).
+        model, level, cost, delta and knob of the first run; the number of runs; the largest epsilon; the means of
+        test_accuracy and knob_value; the runs' accuracies; and spread, their standard deviation (NaN for one run).
     """
     table = settings(trials)
     by = distinguishing(table, first)
@@ -197,10 +187,10 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
     points = groups.agg(
         **{name: how for name, how in taken.items() if name in trials},
         epsilon=("epsilon", "max"),
-        accuracy=("test_accuracy", "mean"),
+        test_accuracy=("test_accuracy", "mean"),
+        accuracies=("test_accuracy", list),
         spread=("test_accuracy", "std"),
         knob_value=("knob_value", "mean"),
-        run_ids=("run_id", list),
         runs=("run_id", "size"),
     )
     varied = table.loc[groups.head(1).index, by].reset_index(drop=True)
@@ -225,26 +215,19 @@ def best_baselines(trials: DataFrame) -> dict[tuple[str, str], Best]:
 def best(points: DataFrame) -> Best:
     """The best of at least one configuration (see `configurations`) by its mean accuracy over seeds.
 
-    Its confidence interval is Student's, with one variance pooled over the seeds of all configurations. Others are tied
-    with it unless they differ significantly at 95 % in a test of all pairs (Tukey 1949, Kramer 1956), since the best
-    was chosen among all. Without a configuration with several differing runs, all are tied.
+    Its confidence interval is Student's. Others are tied with it unless they differ significantly at 95 % in a test of
+    all pairs (Tukey 1949, Kramer 1956), since the best was chosen among all. If a configuration has only one run, or
+    no runs differ, all are tied.
     """
-    ranked = points.sort_values("accuracy", ascending=False, kind="stable").to_dict("records")
+    ranked = points.sort_values("test_accuracy", ascending=False, kind="stable").to_dict("records")
     top, rest = ranked[0], ranked[1:]
-    repeated = [row for row in ranked if row["runs"] > 1]
-    freedom = sum(row["runs"] - 1 for row in repeated)
-    variance = sum((row["runs"] - 1) * row["spread"] ** 2 for row in repeated) / max(freedom, 1)
-    if not variance > 0:
-        return Best(top, len(rest), math.nan, [row["label"] for row in rest])
-    from scipy.stats import studentized_range, t
-
-    margin = t.ppf((1 + CONFIDENCE) / 2, freedom) * math.sqrt(variance / top["runs"])
-    range_ = studentized_range.ppf(CONFIDENCE, len(ranked), freedom) if rest else math.inf
-    tied = [
-        row["label"]
-        for row in rest
-        if top["accuracy"] - row["accuracy"] <= range_ * math.sqrt(variance * (1 / top["runs"] + 1 / row["runs"]) / 2)
-    ]
+    margin = math.nan
+    if top["spread"] > 0:
+        margin = stats.t.ppf((1 + CONFIDENCE) / 2, top["runs"] - 1) * top["spread"] / math.sqrt(top["runs"])
+    tied = [row["label"] for row in rest]
+    if rest and points["runs"].min() > 1 and points["spread"].max() > 0:
+        chances = stats.tukey_hsd(*(row["accuracies"] for row in ranked)).pvalue[0, 1:]
+        tied = [label for label, chance in zip(tied, chances, strict=True) if chance >= 1 - CONFIDENCE]
     return Best(top, len(rest), float(margin), tied)
 
 
@@ -266,7 +249,7 @@ def described(tops: Mapping[str, Best], bold: str = "") -> list[str]:
     """A line on each of the best configurations; one that had no others is not called the best."""
     lines = []
     for place, top in tops.items():
-        accuracy, at = f"test accuracy {top.row['accuracy']:.2%}", f" at {place}" if place else ""
+        accuracy, at = f"test accuracy {top.row['test_accuracy']:.2%}", f" at {place}" if place else ""
         lines.append(
             f"Best{at}: {bold}{top}{bold}, {accuracy}" if top.others else f"T{accuracy[1:]}{at} ({top.certainty})"
         )

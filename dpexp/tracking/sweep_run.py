@@ -4,21 +4,19 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from mlflow.entities import Param, Run, ViewType
 from omegaconf import DictConfig
 from pandas import DataFrame
 
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
-from dpexp.reporting.comparisons import Best, configurations, finished, fixed_settings, targets, trained
-from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, swept_numbers
+from dpexp.reporting.comparisons import Best, trained
+from dpexp.reporting.sweep_figures import ROUND, figures_of
 from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, batched, constants, end_dead_runs, open_store, set_view
 from dpexp.tracking.provenance import (
     HOST,
@@ -34,7 +32,6 @@ from dpexp.tracking.read import downloaded_run, trials
 
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
 _MAX_TRIALS = 10_000
-_MAX_PROGRESS = 6  # configurations in the figure of accuracy during training
 
 
 @dataclass(frozen=True)
@@ -149,13 +146,13 @@ class SweepRun:
         metrics: dict[str, float] = {}
         for place, top in tops.items():
             at = valid_name(f" at {place}".replace(" = ", " ")) if place else ""
-            found = {"test_accuracy": top.row["accuracy"], "epsilon": top.row["epsilon"]}
+            found = {"test_accuracy": top.row["test_accuracy"], "epsilon": top.row["epsilon"]}
             metrics |= {f"{name}{at}": value for name, value in found.items() if not math.isnan(value)}
         metrics |= constants({f"selection/{key}": value for key, value in costs.items()})
         earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
         for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # NaN replaces what no longer holds
             self._client.log_metric(self.run_id, key, value)
-        drawn, omitted = self._figures(frame) if not frame.empty else ({}, [])
+        drawn, omitted = figures_of(frame, self._evaluations(frame)) if not frame.empty else ({}, [])
         self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
         if not frame.empty:
             text = io.StringIO()
@@ -174,43 +171,19 @@ class SweepRun:
         self._client.set_terminated(self.run_id, status)
         os.environ.pop(PARENT, None)
 
-    def _figures(self, frame: DataFrame) -> tuple[dict[str, Figure], list[str]]:
-        """The figures by file name, and the reasons why others are not drawn."""
-        runs = trained(frame)
-        draw: dict[str, Callable[[], Figure]] = {}
-        if runs["level"].nunique() > 1:
-            draw["frontier.png"] = lambda: frontier(frame)
-        elif len(runs):
-            draw["accuracy.png"] = lambda: compared(frame)
-        swept = swept_numbers(frame)
-        ends = [key.rpartition(".")[2] for key in swept]
-        for key, end in zip(swept, ends, strict=True):
-            draw[f"{end if ends.count(end) == 1 else key}.png"] = partial(against, frame, key)
-        if targets(finished(frame)).nunique() > 1:
-            draw["needed.png"] = lambda: needed(frame)
-        drawn, omitted = {}, []
-        for name, figure in draw.items():
-            try:
-                drawn[name] = figure()
-            except NotDrawn as why:
-                omitted.append(f"{name} is not drawn. {why}")
-        return drawn | self._progress(runs), omitted
-
-    def _progress(self, runs: DataFrame) -> dict[str, Figure]:
-        """Accuracy during training, of the configurations with the highest final mean accuracy."""
-        points, _ = configurations(runs)
-        best = points.sort_values("accuracy", ascending=False).head(_MAX_PROGRESS)
-        histories = {row["label"]: [*map(self._history, row["run_ids"])] for row in best.to_dict("records")}
-        if not any(len(history) > 2 for trainings in histories.values() for history in trainings):
-            return {}
-        some = f"The {len(best)} best of {len(points)} configurations." if len(best) < len(points) else ""
-        return {"progress.png": progress(histories, fixed_settings(runs), some)}
-
-    def _history(self, run_id: str) -> list[tuple[float, float]]:
-        """(ε, test accuracy) at each evaluation during training."""
-        spent = {point.step: point.value for point in self._client.get_metric_history(run_id, "epsilon")}
-        scores = self._client.get_metric_history(run_id, "test_accuracy")
-        return sorted({(spent[point.step], point.value) for point in scores if point.step in spent})
+    def _evaluations(self, frame: DataFrame) -> DataFrame:
+        """A row for each evaluation during a training, which has its round as a setting."""
+        rows = []
+        for trial in trained(frame).to_dict("records"):
+            spent, scores = (
+                {point.step: point.value for point in self._client.get_metric_history(trial["run_id"], name)}
+                for name in ("epsilon", "test_accuracy")
+            )
+            for step in sorted(spent.keys() & scores.keys()):
+                setting = json.dumps(json.loads(trial["configuration"]) | {ROUND: step})
+                now = {"epsilon": spent[step], "test_accuracy": scores[step], "configuration": setting}
+                rows.append(trial | now)
+        return DataFrame(rows, columns=frame.columns)
 
     def discard(self) -> None:
         """Deletes the run of a sweep that was refused before its first trial."""

@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
-from dpexp.commands.trainer import OWN, REFUSED
+from dpexp.commands.trainer import OWN
+from dpexp.commands.validate import REFUSED
 from dpexp.reporting.wording import up
 from dpexp.training import callbacks
 

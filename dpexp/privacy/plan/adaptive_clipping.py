@@ -12,17 +12,14 @@ Under separate clipping S_g of each group adapts; under joint clipping the scale
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan.clipping import RAMP, GroupClipping, Joint, Mechanism, Separate, by_group
 from dpexp.privacy.plan.groups import Vector, value_key
+from dpexp.privacy.plan.plan import AdaptiveTargets, Group, PrivacyPlan
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease
-
-if TYPE_CHECKING:
-    from dpexp.privacy.plan.plan import Group, PrivacyPlan
 
 _LARGEST_MULTIPLIER = 1e8  # of an initial clipping norm
 
@@ -46,7 +43,7 @@ class AdaptiveClipNorm:
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
         return by_group("clip_norm.initial", self.initial, groups)
 
-    def targets(self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism) -> "AdaptiveTargets":
+    def targets(self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism) -> AdaptiveTargets:
         """What adapts in a plan; a ConfigError if the mechanism's clipping norms cannot."""
         if isinstance(mechanism, Joint) and mechanism.alpha is None:
             members = [(group, vector.name) for group, vectors in groups.items() for vector in vectors]
@@ -69,32 +66,11 @@ def _fraction(key: str, value: float) -> float:
     return float(value)
 
 
-@dataclass(frozen=True)
-class AdaptiveTargets:
-    """Which clipping norms of a plan adapt, and to what.
-
-    Attributes:
-        members: (group, group) whose S_g adapts; or (group, vector) whose α_j does.
-        joint: scales α_j adapt.
-        target_quantiles: γ of each; learning_rate: η.
-    """
-
-    members: tuple[tuple[str, str], ...]
-    joint: bool
-    target_quantiles: tuple[float, ...]
-    learning_rate: float
-
-    @property
-    def names(self) -> list[str]:
-        """The members' names: the vector's, after its group's if another group has a vector of that name."""
-        vectors = [vector for _, vector in self.members]
-        return [v if vectors.count(v) == 1 else f"{group}/{v}" for group, v in self.members]
-
-    def count_release(self, budget_share: float) -> MetricRelease:
-        """The release of k indicators of ±1/2, a vector of norm √k/2."""
-        k = len(self.members)
-        vector = Vector(UNCLIPPED, (value_key(UNCLIPPED),), k)
-        return MetricRelease((vector,), GroupClipping((1.0,), math.sqrt(k) / 2), budget_share)
+def count_release(targets: AdaptiveTargets, budget_share: float) -> MetricRelease:
+    """The release of k indicators of ±1/2, a vector of norm √k/2."""
+    k = len(targets.members)
+    vector = Vector(UNCLIPPED, (value_key(UNCLIPPED),), k)
+    return MetricRelease((vector,), GroupClipping((1.0,), math.sqrt(k) / 2), budget_share)
 
 
 class AdaptiveState:
@@ -112,12 +88,12 @@ class AdaptiveState:
             )
         self.multipliers = [*multipliers]
 
-    def plan_of_round(self, plan: "PrivacyPlan") -> "PrivacyPlan":
+    def plan_of_round(self, plan: PrivacyPlan) -> PrivacyPlan:
         """A round's plan with the current clipping norms."""
         by = dict(zip(self._targets.members, self.multipliers, strict=True))
         return replace(plan, groups=tuple(g if g.is_metric else self._scaled(g, by) for g in plan.groups))
 
-    def _scaled(self, group: "Group", by: Mapping[tuple[str, str], float]) -> "Group":
+    def _scaled(self, group: Group, by: Mapping[tuple[str, str], float]) -> Group:
         if self.joint:
             alphas = zip(group.vectors, group.alphas, strict=True)
             return replace(group, alphas=tuple(alpha * by[group.name, vector.name] for vector, alpha in alphas))
@@ -125,7 +101,7 @@ class AdaptiveState:
         return replace(group, S=group.S * factor, sigma=group.sigma * factor)
 
     def record_and_update(
-        self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
+        self, now: PrivacyPlan, counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
     ) -> dict[str, float]:
         """Updates the clipping norms by the counts of a round.
 
@@ -151,7 +127,7 @@ class AdaptiveState:
             self.multipliers[k] = min(max(multiplier, 1 / _LARGEST_MULTIPLIER), _LARGEST_MULTIPLIER)
         return fractions
 
-    def clip_norms(self, now: "PrivacyPlan") -> Iterator[tuple[str, float]]:
+    def clip_norms(self, now: PrivacyPlan) -> Iterator[tuple[str, float]]:
         """A round's clipping norms by the name of their metric: clip_norm/group or joint_scale/vector."""
         groups = [group for group in now.groups if not group.is_metric]
         norms = [alpha for group in groups for alpha in group.alphas] if self.joint else [group.S for group in groups]

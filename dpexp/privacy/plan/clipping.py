@@ -18,16 +18,13 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan.groups import Vector
-
-if TYPE_CHECKING:
-    from dpexp.privacy.plan.plan import PrivacyPlan
 
 # Clipping norms from the names of groups and dimensions: S_g of each group under separate clipping, the scale α_j of
 # each vector under joint clipping.
@@ -144,26 +141,6 @@ class Joint:
             )
             for (name, members), S in zip(groups.items(), norms, strict=True)
         }
-
-
-def same_as_separate(plan: "PrivacyPlan", clip_norm: ClipNorm, explicit_noise: bool) -> bool:
-    """Whether a plan with joint clipping does what `Separate` with the same clipping norms would do.
-
-    Where the scales of each group are one number α, min(1, S/(‖v‖/α)) is min(1, αS/‖v‖) with noise ασ̃; and αS must be
-    what `clip_norm` gives the group. `explicit_noise`: σ̃ does not follow from S.
-    """
-    groups = {group.name: group for group in plan.groups if not group.is_metric}
-    if plan.adaptive is not None and any(len(group.vectors) > 1 for group in groups.values()):
-        return False  # each scale adapts by itself
-    scaled = plan.calibration.value if plan.calibration and plan.calibration.knob == "clip_norm" else 1.0
-    separate = Separate()({name: group.vectors for name, group in groups.items()}, clip_norm)
-    for name, group in groups.items():
-        alpha = group.alphas[0]
-        equal = math.isclose(alpha * group.S, scaled * separate[name].clip_norm, rel_tol=1e-9)
-        unscaled = explicit_noise or group.clip_rule != Abadi()  # they have lengths of their own
-        if len({*group.alphas}) > 1 or not equal or (alpha != 1 and unscaled):
-            return False
-    return True
 
 
 def at_most_root(what: str, S: float, k: int) -> float:

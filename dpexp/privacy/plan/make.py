@@ -13,7 +13,7 @@ from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
-from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveTargets
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, count_release
 from dpexp.privacy.plan.allocation import Allocation, Explicit, Proportional
 from dpexp.privacy.plan.clipping import (
     Abadi,
@@ -26,7 +26,7 @@ from dpexp.privacy.plan.clipping import (
 )
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target, resolve_adjacency
-from dpexp.privacy.plan.plan import Group, PrivacyPlan
+from dpexp.privacy.plan.plan import AdaptiveTargets, Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import parts_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
@@ -210,7 +210,7 @@ def _metrics(
     if isinstance(clip_norm, AdaptiveClipNorm):
         targets = clip_norm.targets(grouped, clipping.mechanism)
         share = positive("clip_norm.budget_share", clip_norm.budget_share)
-        return metrics | {UNCLIPPED: targets.count_release(share)}, targets
+        return metrics | {UNCLIPPED: count_release(targets, share)}, targets
     return metrics, None
 
 

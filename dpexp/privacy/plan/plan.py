@@ -17,7 +17,6 @@ from dpexp.accounting.ledger import (
     SamplingEvent,
     SumQueryEvent,
 )
-from dpexp.privacy.plan.adaptive_clipping import AdaptiveTargets
 from dpexp.privacy.plan.clipping import Abadi, ClipRule, describe
 from dpexp.privacy.plan.groups import Vector
 from dpexp.privacy.plan.schedules import Multipliers, Schedule
@@ -61,6 +60,28 @@ class Group:
     def query(self) -> SumQueryEvent:
         """The event of one release of this group."""
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
+
+
+@dataclass(frozen=True)
+class AdaptiveTargets:
+    """Which clipping norms of a plan adapt, and to what.
+
+    Attributes:
+        members: (group, group) whose S_g adapts; or (group, vector) whose α_j does.
+        joint: scales α_j adapt.
+        target_quantiles: γ of each; learning_rate: η.
+    """
+
+    members: tuple[tuple[str, str], ...]
+    joint: bool
+    target_quantiles: tuple[float, ...]
+    learning_rate: float
+
+    @property
+    def names(self) -> list[str]:
+        """The members' names: the vector's, after its group's if another group has a vector of that name."""
+        vectors = [vector for _, vector in self.members]
+        return [v if vectors.count(v) == 1 else f"{group}/{v}" for group, v in self.members]
 
 
 @dataclass(frozen=True)
