@@ -1,8 +1,7 @@
 """`python -m dpexp account`: what ledgers, all runs on a data set, or the choice among a sweep's trials cost."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,8 +186,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     costs = run_costs.distinct_runs(costs)
     if not costs:
         raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
-    tags = {tag for uri in stores for tag in run_costs.budgets_in(uri, cfg.data.id)}
-    budgets = [Budget(**json.loads(tag)) for tag in sorted(tags)]
+    budgets = sorted({cost.budget for cost in costs if cost.budget is not None}, key=astuple)
     kept = budgets[0] if budgets else None
     if cfg.budget is not None:
         kept = budget(OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget)
@@ -206,12 +204,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         if cost.not_private_reason:
             reason = escape(cost.not_private_reason)
             console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
-    stated = list(run_costs.stated_adjacencies(costs))
-    if len(stated) > 1:
-        named = ", ".join(f"{name} for {adjacency}" for adjacency, name in stated)
-        raise ConfigError(
-            f"data.id={cfg.data.id}: no theorem composes runs that are stated for different adjacencies: {named}."
-        )
+    run_costs.check_same_adjacency(costs, cfg.data.id)
     known = [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
     unknown = sum(cost.ledger is None or cost.not_private_reason is not None for cost in costs)
     composed = epsilon(concatenate(known), at, cfg.accountant) if known else 0.0

@@ -268,6 +268,13 @@ def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) ->
     return replace(concatenate([before, plan.ledger(rounds_done(output / CHECKPOINT))]), incomplete=False)
 
 
+def _write_empty_ledger(plan: PrivacyPlan, path: Path) -> None:
+    """Says that a job ended before its first round: a missing ledger counts as all that the job may release."""
+    if not path.exists():  # that of a resumed job
+        with suppress(OSError):
+            write_ledger(path, Ledger(plan.adjacency, {}))
+
+
 def _without_passwords(cfg: DictConfig) -> DictConfig:
     """The configuration without the tracking server's password."""
     shown = cfg.copy()
@@ -294,8 +301,8 @@ def _train(
             terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
     finally:
-        if plan and privacy and not privacy.ledger_opened and not (output / "ledger.jsonl").exists():
-            write_ledger(output / "ledger.jsonl", Ledger(plan.adjacency, {}))  # a missing one would count in full
+        if plan and privacy and cfg.data.id is not None and not privacy.ledger_opened:
+            _write_empty_ledger(plan, output / "ledger.jsonl")
     seconds = time.monotonic() - started
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None

@@ -40,7 +40,7 @@ from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.job_folder import RESERVED, RUN
-from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, cost_of_run, reserve, runs_on, stated_adjacencies
+from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, check_same_adjacency, cost_of_run, reserve, runs_on
 
 console = Console()
 
@@ -99,24 +99,21 @@ def _lock(cfg: DictConfig) -> Iterator[None]:
 
 def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, output: Path) -> None:
     data_id = cfg.data.id
-    found = runs_on(client, cfg.tracking.uri, data_id)
-    resumes = cfg.checkpoint.resume
-    runs = [run for run in found if not (resumes and _is_own(run.info.run_id, run.data.tags, output))]
-    for run in runs:
-        other = run.data.tags.get(BUDGET)
-        if other is not None and json.loads(other) != asdict(kept):
-            before = Budget(**json.loads(other))
+    found, resumes = runs_on(client, cfg.tracking.uri, data_id), cfg.checkpoint.resume
+    others = [run for run in found if not (resumes and _is_own(run.info.run_id, run.data.tags, output))]
+    costs = [cost_of_run(client, run) for run in others]
+    for other in costs:
+        if other.budget is not None and other.budget != kept:
             raise ConfigError(
-                f"privacy.budget={kept} (Rényi order {kept.order:g}) is not the one that {run.info.run_name} kept for "
-                f"data.id={data_id}, which is {before} (order {before.order:g}); a budget holds only if it was fixed "
-                "before the first run was looked at, so give that one."
+                f"privacy.budget={kept} (Rényi order {kept.order:g}) is not the one that {other.name} kept for "
+                f"data.id={data_id}, which is {other.budget} (order {other.budget.order:g}); a budget holds only if it "
+                "was fixed before the first run was looked at, so give that one."
             )
-    costs = [cost_of_run(client, run) for run in runs]
     used = budget_used(costs, kept, data_id)
     for run_cost in costs:
         if run_cost.ledger_missing:
             warnings.warn(f"data.id={data_id}: of the run {run_cost.name}, {run_cost.note}")
-    _check_same_adjacency([*costs, RunCost("this job", "", "", "", plan, "")], data_id)
+    check_same_adjacency([*costs, RunCost("this job", "", "", "", plan, "")], data_id)
     cost = rho(plan, kept.order)
     shown, worth = escape(data_id), f"ε = {up(kept.gaussian(cost), 3)}"
     admitted = ledger_so_far(output / RESERVED) if resumes else plan
@@ -187,7 +184,7 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
                 f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {run.name} spent is "
                 f"unknown ({run.note}); bring back its ledger, or begin another data.id and say why."
             )
-    _check_same_adjacency(costs, data_id)
+    check_same_adjacency(costs, data_id)
     rhos = []
     for run in costs:
         try:
@@ -215,16 +212,6 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
 def _percent(part: float, kept: Budget) -> str:
     percent = 100 * part / kept.limit
     return f"{up(percent, 3) if percent < 999 else math.ceil(percent)} %"
-
-
-def _check_same_adjacency(costs: Sequence[RunCost], data_id: str) -> None:
-    found = list(stated_adjacencies(costs))
-    if len(found) > 1:
-        (first, one), (second, other) = found[:2]
-        raise ConfigError(
-            f"data.id={data_id}: {one} is stated for adjacency={first}, and {other} for adjacency={second}; no theorem "
-            f"composes them, so choose privacy.adjacency={first} and a sampling policy that may claim it."
-        )
 
 
 def _is_own(run_id: str, tags: Mapping[str, str], output: Path) -> bool:

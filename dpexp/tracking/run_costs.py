@@ -9,7 +9,7 @@ import hashlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,12 +82,6 @@ def costs_in(uri: str, data_id: str) -> list[RunCost]:
     """
     client = existing(uri)
     return [cost_of_run(client, run) for run in runs_on(client, uri, data_id)]
-
-
-def budgets_in(uri: str, data_id: str) -> list[str]:
-    """The tags with the budgets that those runs were held to."""
-    found = runs_on(existing(uri), uri, data_id)
-    return [run.data.tags[BUDGET] for run in found if BUDGET in run.data.tags]
 
 
 def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
@@ -251,13 +245,16 @@ def _admitted_by_whole_plan(folder: Path, kept: Budget) -> bool:
     return plan is None or not kept.holds(rho(plan, kept.order))
 
 
-def stated_adjacencies(costs: Sequence[RunCost]) -> Iterator[tuple[str, str]]:
-    """Each (adjacency and privacy unit, name of the first run with it) that the runs are stated for."""
-    seen = set()
+def check_same_adjacency(costs: Sequence[RunCost], data_id: str) -> None:
+    """Refuses runs that are stated for several adjacencies or privacy units."""
+    stated: dict[str, str] = {}  # adjacency -> the name of the first run
     for cost in costs:
-        if cost.ledger is None or not cost.ledger.rounds:
-            continue
-        stated = cost.ledger.adjacency + (f" of a {cost.ledger.unit}" if cost.ledger.record else "")
-        if stated not in seen:
-            seen.add(stated)
-            yield stated, cost.name
+        if cost.ledger is not None and cost.has_released:
+            unit = f" of a {cost.ledger.unit}" if cost.ledger.record else ""
+            stated.setdefault(cost.ledger.adjacency + unit, cost.name)
+    if len(stated) > 1:
+        (first, one), (second, other) = list(stated.items())[:2]
+        raise ConfigError(
+            f"data.id={data_id}: {one} is stated for adjacency={first}, and {other} for adjacency={second}; no theorem "
+            f"composes them, so choose privacy.adjacency={first} and a sampling policy that may claim it."
+        )

@@ -298,7 +298,7 @@ def test_several_stores_and_ledgers_are_composed_and_none_twice(run_on, tmp_path
 def test_different_adjacencies_are_refused_by_name(run_on):
     run_on()
     run_on(adjacency="replace_null")
-    with pytest.raises(ConfigError, match=r"z=5.0 for add_remove, z=5.0 for replace_null"):
+    with pytest.raises(ConfigError, match=r"is stated for adjacency=add_remove, and z=5.0 for adjacency=replace_null"):
         run_on.account("delta=1e-5")
     with pytest.raises(ConfigError, match="no theorem composes them"):
         budget_used(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)

@@ -90,7 +90,7 @@ def test_nor_is_any_that_a_configuration_holds(dpexp_job, tmp_path, monkeypatch)
 
 
 def test_names_differ_where_runs_differ(dpexp_job, tmp_path):
-    for more in ((), ("optimizer.lr=0.3",), ("optimizer.lr=0.4", "tracking.resume=true")):
+    for more in ((), ("optimizer.lr=0.3",), ("optimizer.lr=0.4", "tracking.experiment=dpexp")):
         dpexp_job("train=false", *QUICK, *more)
     dpexp_job("-m", "model=logistic", "train=false", *QUICK[:2], "seed=1,2", "privacy.delta=1e-5,1e-6")
     names = [one.info.run_name for one in reversed(runs(tmp_path))]
