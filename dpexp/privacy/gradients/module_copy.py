@@ -154,6 +154,7 @@ class FrozenTrainer:
     """
 
     _seen: Any
+    _copies: dict[int, Any]
 
     def __init__(self, seen: Any, copies: dict[int, Any], name: str = "trainer") -> None:
         vars(self).update(_seen=seen, _copies=copies, _name=name, _read={})
