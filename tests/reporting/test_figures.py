@@ -120,6 +120,8 @@ def test_what_moves_along_with_the_parameter_is_told():
     for key, label in (("optimizer.lr", "lr (with it changes expected_batch_size)"),
                        ("sampling.expected_batch_size", "expected_batch_size (with it changes lr)")):  # fmt: skip
         assert curves(frame, key, "epsilon").axes[0].get_xlabel() == label
+    frame = trials(*({"sampling.steps": t, "epsilon": t} for t in (1, 2, 4)))
+    assert curves(frame, "epsilon", "test_accuracy").axes[0].get_xlabel() == "ε (with it changes steps)"
 
 
 def test_every_z_that_is_drawn_was_needed_by_a_run():
