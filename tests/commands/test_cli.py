@@ -442,7 +442,7 @@ def test_sweeps_and_flags_stay_as_they_are():
 
 def test_an_option_of_a_command_is_a_text_as_it_is():
     for text in ("${data.n}", "???", "$${x}", "\\${x}", "1e-5", "a=null", "[a", "", "~"):
-        assert read_options(Options, [f"data.path={text}", "epsilon=0.5"]) == Options(Source(path=text), epsilon=0.5)
+        assert read_options(Options, [f"data.path={text}", "unsafe=true"]) == Options(Source(path=text), unsafe=True)
     assert read_options(Options, ["data.path=null"]) == Options()
 
 
