@@ -12,7 +12,8 @@ Formal guarantees:
 *Sensitivity.* Each record adds at most S to the group's sum, in the group's scaled norm, whatever its data and the clip
 rule. Adding or removing a record, or replacing it by one that contributes nothing, moves the sum by at most S;
 replacing it by another record moves it by at most 2 S (SENSITIVITY of `dpexp.accounting.coverage`). The accountant
-divides sigma by as much. Noise with bands is correlated over rounds: `dpexp.privacy.noise.correlated` says what that costs.
+divides sigma by as much. Noise with bands is correlated over rounds: `dpexp.privacy.noise.correlated` says what that
+costs.
 
 *Floating point.* The bound holds as computed: norms are float64 and never below the true norm of what is added in
 float32 (proof: `dpexp.privacy.gradients.norms`), and S is reduced by the rounding of the multiplication by c
