@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
 from dpexp._lightning_compat import pl, training_loader
 from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, ParallelQueryEvent, SamplingEvent
@@ -109,51 +108,57 @@ def _total(
     randomness: KeyStream,
 ) -> Tensor:
     """Σ of all records' clipped vectors [d], in float64. A record that raises an error contributes nothing."""
-    earlier = [copy.deepcopy(one).double() for one in earlier]
+    before = nn.Sequential(*(copy.deepcopy(one).double() for one in earlier))
     total, used = torch.zeros(step.d, dtype=torch.float64), 0
-    reason: Exception | None = None
+    failed: FailedRecord | None = None
     with torch.no_grad():
         for records in all_records(loader, physical_batch, randomness):
-            try:
-                if isinstance(records, FailedRecord):
-                    raise records.reason
-                x, y = _inputs(records)
-                x, y = _after(earlier, x.double(), y) if earlier else (x.double(), y)
-                total += _clipped_sum(step, x, y)
-                used += len(x)
-            except Exception as error:
-                reason = error
+            some = records if isinstance(records, FailedRecord) else attempt(_inputs, records)
+            found = [some] if isinstance(some, FailedRecord) else [
+                attempt(lambda pair: _vector(step, before, *pair), pair) for pair in zip(*some, strict=True)
+            ]  # fmt: skip
+            by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+            for one in found:
+                if isinstance(one, FailedRecord):
+                    failed = one
+                else:
+                    by_shape.setdefault(one[1].shape, []).append(one)
+            for vectors in by_shape.values():
+                total += _clipped_sum(step, *map(torch.stack, zip(*vectors, strict=True)))
+                used += len(vectors)
     if not used:
+        reason = failed.reason if failed else ConfigError("there are none")
         raise ConfigError(f"preprocessing.{name}: no record can be used: {reason}") from reason
-    if reason is not None:
-        warnings.warn(f"preprocessing.{name}: some records cannot be used; they contribute nothing: {reason!r}")
+    if failed is not None:
+        warnings.warn(f"preprocessing.{name}: some records cannot be used; they contribute nothing: {failed.reason!r}")
     return total
 
 
-def _after(earlier: Sequence[Preprocessing], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """What earlier steps make of each record by itself, since rounding in a batch depends on its size. Without records
-    for which they fail, or give another shape than for zeros."""
-    steps = nn.Sequential(*earlier)
-    device = next(steps.buffers(), x).device
-    shape = steps(torch.zeros_like(x[:1], device=device)).shape
-    found = [attempt(steps, one.to(device)) for one in x.split(1)]
-    kept = [k for k, one in enumerate(found) if isinstance(one, Tensor) and one.shape == shape]
-    return torch.cat([found[k] for k in kept]).cpu(), y[kept]
-
-
-def _clipped_sum(step: Preprocessing, x: Tensor, y: Tensor) -> Tensor:
-    """Σ of the vectors of records of one shape, each clipped as a gradient is (see `dpexp.privacy.mechanism`).
-
-    `vmap` lifts the vector of one record: no record can change another's, or decide whether it has one.
-    """
-    found = vmap(step.vector)(x, y)
-    v, o = found if isinstance(found, tuple) else (found, x.new_zeros(len(x), 0, 0))
-    gradients = DenseGradient(v.double().flatten(1)), outer_products(o.double(), o.double())
-    sums = x.new_zeros(v[0].numel()), x.new_zeros(o.shape[2], o.shape[2])
-    if (count := len(sums[0]) + len(upper(sums[1]))) != step.d:
+def _vector(step: Preprocessing, earlier: nn.Sequential, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """v [k] and o [T, m] of one record, which no other record can change (see `Preprocessing.vector`)."""
+    x = x.double()
+    if len(earlier):
+        x = earlier(x[None].to(next(earlier.buffers(), x).device))[0].cpu()
+    found = step.vector(x, y)
+    v, o = found if isinstance(found, tuple) else (found, x.new_zeros(0, 0))
+    v, o = v.double().flatten(), o.double()
+    if step.noise == "laplace" and o.numel():
+        raise ConfigError("with Laplace noise, vector must return v alone.")
+    if (count := len(v) + math.comb(o.shape[1] + 1, 2)) != step.d:
         raise ConfigError(f"vector returned {count} numbers instead of d={step.d}.")
-    norms = (gradients[0].squared_norms() + gradients[1].squared_norms()).sqrt()
+    return v, o
+
+
+def _clipped_sum(step: Preprocessing, v: Tensor, o: Tensor) -> Tensor:
+    """Σ of the vectors of B records [B, ...], each clipped to S as a gradient is (see `dpexp.privacy.mechanism`): in L2
+    norm, and for Laplace noise in L1 norm."""
+    gradients = DenseGradient(v), outer_products(o, o)
+    if step.noise == "laplace":
+        norms = v.abs().sum(1) * (1 + (v.shape[1] + 2) * 2.0**-53)
+    else:
+        norms = (gradients[0].squared_norms() + gradients[1].squared_norms()).sqrt() * (1 + 2.0**-50)
     c = clip_factors(Abadi(), norms, torch.tensor(step.S, dtype=torch.float64), torch.float64)
+    sums = v.new_zeros(v.shape[1]), v.new_zeros(o.shape[2], o.shape[2])
     for gradient, total in zip(gradients, sums, strict=True):
         gradient.mask_out(c == 0)
         gradient.add_weighted_sum(c, total)

@@ -32,7 +32,7 @@ class Preprocessing(nn.Module, ABC):
 
     Attributes:
         d: dimension of a record's vector.
-        S: the L2 norm to which a record's vector is clipped; Laplace noise needs this bound of the L1 norm too.
+        S: the norm to which a record's vector is clipped: L2 for Gaussian noise, L1 for Laplace noise.
         replace_sensitivity: how far replacing a record moves the sum, in that norm.
         sd: standard deviation of the noise of each entry; 0 before fitting and without privacy.
     """
