@@ -29,7 +29,7 @@ Inverse = Callable[[float], float]  # y -> the smallest x with 1 - f(x) >= y
 
 POWER = 0.95  # the probability with which an error of the size `Check.detectable` is found
 PARTS = (2, 8, 32)  # the coins of m/2, m/8 and m/32 canaries are guessed: fixed before the scores are seen
-_MAX_MU = 100.0  # at which a search ends
+_MAX_MU = 100.0  # the largest μ that is searched
 _MAX_DISTANCE = 1e6
 
 
@@ -111,7 +111,7 @@ def largest_contribution(values: NDArray[np.float64], error: float, level: float
 
 
 def distance(yes: Array, no: Array, mu: float, level: float) -> Check:
-    """Tests the distance μ between the mean scores of included and of other canaries, in standard deviations.
+    """Tests the distance between the mean scores of included and excluded canaries, in standard deviations: μ.
 
     The scores of a Gaussian release are independent normal ones, and Student's statistic has its noncentral
     distribution. Refuted if the distance is larger than `mu`.

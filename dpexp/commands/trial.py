@@ -31,7 +31,7 @@ def remember_trials(members: Sequence[Sequence[str]]) -> None:
 
 
 def forget_trials() -> None:
-    """Ends what `remember_trials` has stored."""
+    """Deletes what `remember_trials` has stored."""
     os.environ.pop(_TRIALS, None)
 
 

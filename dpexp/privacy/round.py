@@ -30,7 +30,7 @@ _MAX_FAILED = 64  # records without a loss, while none ever had one, after which
 
 @dataclass(frozen=True)
 class Performance:
-    """What affects time and memory, and releases by rounding alone.
+    """Settings of speed: they change time and memory, and a release by rounding only.
 
     Attributes:
         max_records: processed together; None: the whole sample.
@@ -230,7 +230,7 @@ class PrivateRound:
 
 
 def usual_rows(policy: Policy, n: int, limit: int | None = None) -> int:
-    """Rows of a usual chunk: two standard deviations above a sample's mean size, within a limit."""
+    """The usual size of a chunk: the mean size of a sample plus two standard deviations, at most `limit`."""
     mean = policy.q * n
     std = 0 if policy.name in ("fixed_size", "shuffle") else math.sqrt(mean * (1 - policy.q))
     rows = max(1, math.ceil(mean + 2 * std - 1e-6))

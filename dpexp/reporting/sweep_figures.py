@@ -39,7 +39,7 @@ class NotDrawn(Exception):
 
 
 def curves(trials: DataFrame, x: str, y: str) -> Figure:
-    """One panel; a line joins the configurations that differ in nothing else but what is along x.
+    """Draws y against x in one panel; a line joins configurations that differ in x alone.
 
     Args:
         x: `epsilon`, or a setting, such as `optimizer.lr`; words are drawn in alphabetical order.

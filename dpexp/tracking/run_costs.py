@@ -1,4 +1,4 @@
-"""What each run on a data set counts as, never less than it has released.
+"""The privacy cost of each run on a data set; it is never less than what the run has released.
 
 A run that has ended, with an intact ledger in its folder, counts as that; if it was killed, with a round more. A run
 that is running, is elsewhere or has lost its ledger counts as its reservation: the most that it may release, which it
@@ -208,7 +208,7 @@ def _of_ledger(known: RunCost, path: Path) -> RunCost:
 
 
 def _one_more(ledger: Ledger, plan: Ledger) -> Ledger:
-    """A ledger with the round that its run was killed in: one of each kind that its plan has left."""
+    """Adds the round in which a run was killed: one of each kind of round that its plan has left."""
     left = [round_ for round_, count in plan.rounds.items() if count > ledger.rounds.get(round_, 0)]
     return replace(plan, rounds=Counter(ledger.rounds) + Counter(left))
 
@@ -232,7 +232,7 @@ def _reservation_in(folder: Path) -> Ledger | None:
 
 
 def _sent_reservation(client: MlflowClient, run_id: str) -> Ledger | None:
-    """That in the store: the run may have been resumed in another folder, with more rounds to do again."""
+    """The reservation in the store. (A folder may be out of date: the run may have been resumed elsewhere.)"""
     with tempfile.TemporaryDirectory() as copied, suppress(MlflowException, OSError):
         client.download_artifacts(run_id, RESERVED, copied)
         return _reservation_in(Path(copied))

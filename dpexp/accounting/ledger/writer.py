@@ -24,7 +24,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-_round = lru_cache(typed=True)(Round)  # equal ones follow one another
+_round = lru_cache(typed=True)(Round)  # rounds are mostly equal
 
 
 class LedgerWriter:

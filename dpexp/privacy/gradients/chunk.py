@@ -181,7 +181,7 @@ def synthetic_options(below: int, public: list[Any] | None) -> list[SyntheticRec
 
 
 def choose(options: Sequence[SyntheticRecords], is_finite: Callable[[SyntheticRecords], bool]) -> SyntheticRecords:
-    """The first of `options` whose records have finite losses and gradients.
+    """Returns the first of `options` whose records have finite losses and gradients.
 
     Raises:
         NoLoss: none has. ConfigError: from `is_finite`. The first other error, if every option raises one.

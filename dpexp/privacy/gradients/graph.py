@@ -115,7 +115,7 @@ class Template:
 
     @staticmethod
     def of(one: tuple[Graph, int], another: tuple[Graph, int]) -> "Template | None":
-        """From two graphs and their numbers of rows; None: they differ in other ways, too."""
+        """Compares two graphs, each with its number of rows; None: they differ by more than that number."""
         (graph, rows), (other, others) = one, another
         some, more = ([*one.run.graph.nodes] for one in (graph, other))
         if len(some) != len(more):

@@ -22,13 +22,13 @@ _PROVED_ROWS = 5
 
 
 class Graphs:
-    """Proves, keeps and runs the graphs of a step for records of one shape, one for each number of rows.
+    """The graphs of a step for records of one shape: one for each number of rows, proved before it is used.
 
     Args:
         one: the trace of one record.
         chunk: records of this shape.
         clip: clips and sums their gradients.
-        usual: rows of a usual chunk.
+        usual: rows of a chunk of the usual size (`round.usual_rows`).
         synthetic: how synthetic records are drawn; None: chosen here.
         public: a batch of one public record, which synthetic records may resemble; None: there is none.
 
@@ -57,12 +57,18 @@ class Graphs:
         return bool((found["finite"] & found["in_range"] & found["loss"].isfinite()).all())
 
     def _clips_and_counts(self, rows: int) -> list[Tensor]:
-        """The plan's clip norms, and that all rows count."""
+        """The clip norms of the plan, and a mask [rows] that is true."""
         return [self._clip.clip_norms((), self._device), torch.ones(rows, dtype=torch.bool, device=self._device)]
 
     def _run_lifted(self, inputs: list[Tensor]) -> dict[str, Tensor]:
-        """From parameters and buffers, clip norms, which rows count, and records: `sum:name` for each parameter and
-        value, and losses, norms and flags of each row."""
+        """Runs the lifted trace of one record, and clips and sums its gradients.
+
+        Args:
+            inputs: parameters and buffers, clip norms, the mask of rows that count, and the records' tensors.
+
+        Returns:
+            `sum:name` for each parameter and value; losses, norms and flags of each row.
+        """
         k, sums = len(self.one.specs), self._clip.zeros()
         state, clip_norms, counted, records = inputs[:k], inputs[k], inputs[k + 1], inputs[k + 2 :]
         with torch.no_grad(), full_precision(self._device):
@@ -81,8 +87,10 @@ class Graphs:
         return trace(self._run_lifted, inputs, len(self.one.specs), self.one.draws)
 
     def compile(self, chunk: Chunk, compiling: CompileDecision) -> float:
-        """Compiles the graph of usual rows if that is asked for or saves time, compares and proves it; returns the
-        seconds that a usual chunk takes."""
+        """Compiles the graph if `compiling` says so; the result must agree with the graph and be proved, too.
+
+        Returns the seconds that a chunk of the usual size takes.
+        """
         with own_state(self._device):
             graph = self._by_rows[self._usual]
             some, others = (self.synthetic.records(chunk, self._usual, seed) for seed in (0, 1))
@@ -105,7 +113,7 @@ class Graphs:
 
     @property
     def max_rows(self) -> int | None:
-        """Of a chunk; a compiled graph is of usual rows alone. None: there is no limit."""
+        """The largest chunk: a compiled graph has one size. None: there is no limit."""
         return self._usual if self._compiled else None
 
     def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -132,7 +140,7 @@ class Graphs:
         return rows_of(found, chunk.size)
 
     def _of_rows(self, chunk: Chunk, rows: int) -> Graph:
-        """The graph of a number of rows: by the template, which the first two sizes make, else traced."""
+        """The graph for a number of rows. The first two are traced; the template makes the others from them."""
         if rows not in self._by_rows:
             if self._template is not None and rows > 1:  # vmap over one row is another graph
                 self._by_rows[rows] = self._template.of_rows(rows)

@@ -118,8 +118,10 @@ _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "to
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The names of attributes that differ: plain values by value, others by identity; a container's number of entries
-    only where none of its entries does."""
+    """The names of attributes that differ. Numbers and texts are compared by value, other objects by identity.
+
+    The length of a container is named only if none of its entries is.
+    """
     names = [name for name in {**before, **now} if not _equal(before.get(name, _missing), now.get(name, _missing))]
     return [name for name in names if not (name.endswith(".len") and _begins(name[:-3], names) > 1)]
 

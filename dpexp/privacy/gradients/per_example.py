@@ -149,7 +149,7 @@ _SIGNALS = [
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Defers Python's signal handlers to the end of the block, in which a step runs.
+    """Defers signal handlers to the end of the block, which runs the training step.
 
     A handler may save a checkpoint, while the module's tensors are replaced by those of a trace or of one user. A
     second Ctrl-C is not deferred and ends the step.
@@ -178,7 +178,7 @@ def signals_deferred() -> Iterator[None]:
 
 
 class CtcTargetsChecked(TorchFunctionMode):
-    """While it is active, a CTC loss refuses targets by which it would read memory of others."""
+    """While active, checks the targets of CTC losses: PyTorch would read memory at targets out of range."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in (F.ctc_loss, torch.ctc_loss):

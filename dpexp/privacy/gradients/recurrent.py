@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dpexp.privacy.gradients.operators import NotTraceable
+
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 Parts = tuple[Tensor, ...]  # of one step, each [N, H]
@@ -145,11 +147,11 @@ def _add_product(base: Tensor | None, a: Tensor, b: Tensor, out: Tensor | None =
 
 
 def _over_records(operator: Any, weight: int) -> None:
-    """Lets vmap map an operator over records as one batch of theirs; `weight`: the position of that argument."""
+    """Gives an operator a rule for vmap: the records become one batch. `weight`: the position of that argument."""
 
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Parts, tuple[int, ...]]:
         if in_dims[weight] is not None:
-            raise NotImplementedError("a recurrent layer's weights differ between records")
+            raise NotTraceable("the weights of a recurrent layer depend on the record")
         given = [*args]
         for k, (t, dim) in enumerate(zip(args, in_dims, strict=True)):
             if isinstance(t, Tensor) and k != weight:
@@ -199,7 +201,7 @@ class RecurrentLayersAsOperators(TorchFunctionMode):
 
 
 def _is_known(cell: str, second: Any) -> bool:
-    """Whether a sequence is not packed, nor an LSTM's h projected; `second` argument: the states."""
+    """Whether the operator covers a call: the sequence is not packed, and `proj_size` is 0. `second`: the states."""
     h, c = second if cell == "lstm" and not isinstance(second, Tensor) else (second, second)
     return h.dim() > 1 and h.shape[-1] == c.shape[-1]
 

@@ -30,9 +30,9 @@ from dpexp.privacy.state_checks import digest_as_integer
 TRACED, LOOP = "traced", "one at a time"
 _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
 _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
-_SHAPES_TRACED = 17  # from which on a warning is given
+_SHAPES_TRACED = 17  # a warning is given at this number
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
-_COMPARED_ROUNDS = 3  # after the first, before which attributes are compared; those that begin epochs are not counted
+_COMPARED_ROUNDS = 3  # attributes are compared before as many rounds, and at the start of each epoch
 _MAX_CHANGES = 2  # with more between epochs, the step is no longer traced
 
 Settings = Callable[[], AbstractContextManager]
@@ -51,7 +51,7 @@ class Step:
     Args:
         alone: processes the records of a step that is not traced, and has the parameters and values.
         clip: clips and sums gradients.
-        usual: rows of a usual chunk.
+        usual: rows of a chunk of the usual size.
         sample_size: of a round, on average.
         rounds: of the job.
         compile: compile the graph of usual records; None: where that saves time.
@@ -176,7 +176,7 @@ class Step:
         self._use(first, chunk)
 
     def _use(self, one: OneRecord, chunk: Chunk) -> None:
-        """Processes records of the usual shape as `one` says, from now on; all other graphs are dropped."""
+        """Replaces the graphs of the usual shape by those of a new trace, and drops all others."""
         if not any(name in self.alone.parameters for name in one.used):
             raise ConfigError(NO_GRADIENT)
         graphs = Graphs(one, chunk, self._clip, self._usual, self._device, public=self.public)
@@ -215,7 +215,7 @@ class Step:
         self._use(new, chunk)
 
     def _graphs_of(self, chunk: Chunk) -> Graphs:
-        """The graphs of a chunk's shape, which is traced when it first occurs.
+        """The graphs of a chunk's shape; a new shape is traced first.
 
         Raises:
             NotTraceable: records of this shape cannot be traced. ConfigError: the step has changed.
@@ -236,10 +236,10 @@ class Step:
         return self._graphs[key]
 
     def _trace_new_shape(self, chunk: Chunk, key: Hashable) -> None:
-        """Traces a shape that first occurs in a round, which private records make necessary.
+        """Traces a shape that a private record has first.
 
-        How a record is processed would depend on which shapes other records have, if the step had changed since it was
-        traced for them: the usual shape is traced again.
+        The usual shape is traced again, too: if the step had changed, records of the new shape would be processed by
+        another step than the others.
         """
         usual = self._usual_shape
         try:
@@ -254,7 +254,7 @@ class Step:
             raise ConfigError(STEP_CHANGED)
 
     def _test_alone(self, chunks: Sequence[Chunk]) -> None:
-        """Tests a step that is not traced, and says how long it takes."""
+        """Tests a step that runs one record at a time, and warns of the time that it takes."""
         if self.mode != LOOP:
             return
         self.alone.choose_synthetic(chunks[0], self.public)

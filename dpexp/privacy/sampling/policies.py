@@ -22,7 +22,7 @@ def check_rate(q: float) -> None:
         raise ConfigError(f"sampling.sampling_rate={q!r} must lie in (0, 1].")
 
 
-_event = lru_cache(typed=True)(SamplingEvent)  # of one round after the other
+_event = lru_cache(typed=True)(SamplingEvent)  # rounds mostly have equal events
 
 
 @dataclass(frozen=True)
