@@ -247,7 +247,7 @@ def compiling(results: Results) -> tuple[str, str, str]:
     )
     if isinstance(done, str) or not said:
         return (done if isinstance(done, str) else done[0].said), "", ""
-    after, before, _, took = (statistics.fmean(float(turn[k]) for turn in said) for k in range(4))
+    after, before, took = (statistics.fmean(map(float, numbers)) for numbers in zip(*said, strict=True))
     pays = f"{1000 * took / (before - after):.0f}" if after < before else "never"
     return f"{before:.2f}, {after:.2f}", f"{took:.0f}", pays
 
