@@ -89,7 +89,7 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
     assert step.synthetic is not None
     trained = [p for p in module.parameters() if p.requires_grad]
     sums = [(torch.zeros_like(p, memory_format=torch.contiguous_format, dtype=torch.float32), 0.0) for p in trained]
-    records = step.synthetic.records(chunk, max(2, round(step.sample_size)), 0)
+    records = step.synthetic.records(chunk, max(2, round(step.compiling.sample_size)), 0)
     key = KeyStream.known(0, "duration", 0)
     private = step.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class PrivateRound:
         alone = OneAtATime(module, self.parameters, self._values, training, self.device)
         self.step = Step(
             module, alone, self._clip, self.device, usual_rows(plan.sampling, plan.n, performance.max_records),
-            plan.sampling.q * plan.n, plan.rounds, performance.compile, data_memory or Memory(),
+            sample_sizes(plan.sampling, plan.n), plan.rounds, performance.compile, data_memory or Memory(),
         )  # fmt: skip
         self._succeeded = False
         self._contributed = False  # a record has, in any process
@@ -229,9 +230,14 @@ class PrivateRound:
             self.observations.append({"loss": found["loss"], **norms})
 
 
+def sample_sizes(policy: Policy, n: int) -> NormalDist:
+    """The distribution of a sample's size, as a normal one."""
+    mean = policy.q * n
+    return NormalDist(mean, 0.0 if policy.name in ("fixed_size", "shuffle") else math.sqrt(mean * (1 - policy.q)))
+
+
 def usual_rows(policy: Policy, n: int, limit: int | None = None) -> int:
     """The usual size of a chunk: the mean size of a sample plus two standard deviations, at most `limit`."""
-    mean = policy.q * n
-    std = 0 if policy.name in ("fixed_size", "shuffle") else math.sqrt(mean * (1 - policy.q))
-    rows = max(1, math.ceil(mean + 2 * std - 1e-6))
+    sizes = sample_sizes(policy, n)
+    rows = max(1, math.ceil(sizes.mean + 2 * sizes.stdev - 1e-6))
     return rows if limit is None else min(rows, limit)

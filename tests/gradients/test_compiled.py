@@ -1,6 +1,7 @@
 """Compiled graphs: the same sums and draws, norms that are never too small, and the decision to compile."""
 
 import shutil
+from statistics import NormalDist
 
 import pytest
 import reference
@@ -187,9 +188,14 @@ def test_a_compiled_fit_gives_the_same_weights_and_its_checkpoint_has_the_decisi
         assert resumed.compile is found
 
 
+@pytest.mark.parametrize("flops, rows", [(1e3, 24), (1e9, 3)])
+def test_small_records_are_processed_at_once_and_large_ones_with_little_padding(flops, rows):
+    assert CompileDecision(True, NormalDist(16, 4), 1).rows(24, flops, 100) == rows
+
+
 @pytest.mark.parametrize("after, decided", [(0.9, True), (1.1, False)])
 def test_the_faster_graph_is_used(after, decided):
-    compiling = CompileDecision(None, 1.0, 10**6)
+    compiling = CompileDecision(None, NormalDist(1, 0), 10**6)
     assert compiling.worth_trying(1.0, 100) and compiling.compare(1.0, after, 9.0) is decided is compiling.decided
     assert compiling.reason.startswith("compiled: " if decided else "not compiled, since ")
 

@@ -11,12 +11,14 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from statistics import NormalDist, fmean
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
+from torch.utils.flop_counter import FlopCounterMode
 
 from dpexp._torch_compat import compile_graph, no_torch_functions
 
@@ -144,6 +146,8 @@ _NOT_ROW_BY_ROW = {
     "hypot", "polar", "angle",
 }  # fmt: skip
 _MIN_GAIN = 3  # times the duration of compiling
+_MAX_PARTS = 8  # into which a usual chunk is divided
+_FLOPS_OF_A_CHUNK, _FLOPS_OF_A_PARAMETER = 1e7, 200  # in addition to its rows
 _MAX_SAVING = 0.5  # of a round's duration, as estimated beforehand
 
 
@@ -152,27 +156,45 @@ class CompileDecision:
 
     Args:
         wanted: None: compile if the rounds to come are expected to save three times the duration of compiling.
-        chunks: of a round, on average.
+        sizes: of samples.
 
     Attributes:
+        sample_size: records of a sample, on average.
         decided: the decision; None: not yet. A resumed job has that of its checkpoint.
         reason: a line that says why.
     """
 
-    def __init__(self, wanted: bool | None, chunks: float, rounds: int) -> None:
+    def __init__(self, wanted: bool | None, sizes: NormalDist, rounds: int) -> None:
         self.decided = wanted
         self.reason = ""
-        self._chunks, self._rounds = chunks, rounds
+        self.sample_size, self._rounds = sizes.mean, rounds
+        self._sizes = [max(1.0, size) for size in sizes.quantiles(100)] if sizes.stdev else [sizes.mean]
         self._began, self._limit = 0.0, math.inf  # of compiling, in seconds
 
+    def chunks(self, rows: int) -> float:
+        """Chunks of a sample, on average."""
+        return fmean(math.ceil(size / rows) for size in self._sizes)
+
+    def rows(self, usual: int, flops: float, parameters: int) -> int:
+        """Rows of the compiled graph: those with which a sample takes the fewest operations, padding included.
+
+        Args:
+            usual: the most.
+            flops: floating-point operations of a row. They are counted, not timed, so that runs are reproducible.
+            parameters: numbers to which each chunk's sums are added.
+        """
+        candidates = sorted({max(2, math.ceil(usual / parts)) for parts in range(1, _MAX_PARTS + 1)}, reverse=True)
+        fixed = _FLOPS_OF_A_CHUNK + _FLOPS_OF_A_PARAMETER * parameters
+        return min(candidates, key=lambda rows: self.chunks(rows) * (rows * flops + fixed))
+
     def worth_trying(self, seconds: float, nodes: int) -> bool:
-        """Whether compiling may save time, given the seconds of a chunk and the number of operators."""
-        estimate, limit = 5 + nodes / 50, self._rounds * self._chunks * seconds * _MAX_SAVING / _MIN_GAIN
+        """Whether compiling may save time, given the seconds of a round and the number of operators."""
+        estimate, limit = 5 + nodes / 50, self._rounds * seconds * _MAX_SAVING / _MIN_GAIN
         self._began, self._limit = time.perf_counter(), math.inf if self.decided else limit
         if self.decided is None and limit < estimate:
             self.decided = False
             self.reason = (
-                f"not compiled, since {self._rounds} rounds of {self._ms(seconds)} would not save {_MIN_GAIN} times "
+                f"not compiled, since {self._rounds} rounds of {_ms(seconds)} would not save {_MIN_GAIN} times "
                 f"the {estimate:.0f} s that compiling may take; trainer.compile=true compiles in any case"
             )
         return self.decided is not False
@@ -187,19 +209,27 @@ class CompileDecision:
         warnings.warn(f"compiling the step: {done} of {stages} stages after {elapsed:.0f} s.")
 
     def compare(self, before: float, after: float, duration: float) -> bool:
-        """Whether the compiled graph is used, given the seconds of a chunk before and after, and of compiling."""
-        times = f"a round takes {self._ms(after)} instead of {self._ms(before)}; compiling took {duration:.0f} s"
+        """Whether the compiled graph is used, given the seconds of a round before and after, and of compiling."""
+        times = f"a round takes {_ms(after)} instead of {_ms(before)}; compiling took {duration:.0f} s"
         if self.decided is None:
             self.decided = after < before
         self.reason = f"compiled: {times}" if self.decided else f"not compiled, since {times}"
         return self.decided
 
-    def _ms(self, seconds: float) -> str:
-        return f"{1000 * self._chunks * seconds:.3g} ms"
-
     def failed(self, why: str) -> None:
         """Decides against compiling, which failed."""
         self.decided, self.reason = False, f"not compiled: {why.rstrip('.')}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def flops(run: Callable[[], object]) -> int:
+    """Floating-point operations of matrix products and convolutions."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dpexp.privacy.gradients.branches import explain
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords, choose, public_leaves, synthetic_options
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
-from dpexp.privacy.gradients.compiled import CompileDecision, seconds
+from dpexp.privacy.gradients.compiled import CompileDecision, flops, seconds
 from dpexp.privacy.gradients.graph import Graph, Template, add_sums, compare, compile_and_compare, prove, rows_of, trace
 from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
@@ -43,6 +43,7 @@ class Graphs:
         self.one, self._lifted = one, Lifted(one)
         self._clip, self._usual, self._device = clip, usual, device
         self._compiled: Graph | None = None
+        self._compiled_rows = usual
         self._template: Template | None = None
         with own_state(device):
             options = synthetic_options(self._lifted.smallest_range or 2, public_leaves(public, chunk))
@@ -53,12 +54,16 @@ class Graphs:
             self._by_rows = {usual: self._traced(chunk, usual)}
 
     def _is_finite(self, records: Chunk) -> bool:
-        found = self._run_lifted([*self.one.inputs.tensors(), *self._clips_and_counts(records.size), *records.tensors])
+        found = self._run_lifted(self._inputs(records))
         return bool((found["finite"] & found["in_range"] & found["loss"].isfinite()).all())
 
     def _clips_and_counts(self, rows: int) -> list[Tensor]:
         """The clip norms of the plan, and a mask [rows] that is true."""
         return [self._clip.clip_norms((), self._device), torch.ones(rows, dtype=torch.bool, device=self._device)]
+
+    def _inputs(self, records: Chunk) -> list[Tensor]:
+        """What a graph takes, if all records count."""
+        return [*self.one.inputs.tensors(), *self._clips_and_counts(records.size), *records.tensors]
 
     def _run_lifted(self, inputs: list[Tensor]) -> dict[str, Tensor]:
         """Runs the lifted trace of one record, and clips and sums its gradients.
@@ -82,39 +87,42 @@ class Graphs:
         return lambda records, counted: run([*state, clip_norms, counted, *records.tensors])
 
     def _traced(self, chunk: Chunk, rows: int) -> Graph:
-        records = self.synthetic.records(chunk, rows, 0)
-        inputs = [*self.one.inputs.tensors(), *self._clips_and_counts(rows), *records.tensors]
-        return trace(self._run_lifted, inputs, len(self.one.specs), self.one.draws)
+        return trace(
+            self._run_lifted, self._inputs(self.synthetic.records(chunk, rows, 0)), len(self.one.specs), self.one.draws
+        )
 
     def compile(self, chunk: Chunk, compiling: CompileDecision) -> float:
         """Compiles the graph if `compiling` says so; the result must agree with the graph and be proved, too.
 
-        Returns the seconds that a chunk of the usual size takes.
+        Returns the seconds of a round.
         """
         with own_state(self._device):
-            graph = self._by_rows[self._usual]
-            some, others = (self.synthetic.records(chunk, self._usual, seed) for seed in (0, 1))
-            inputs = [*self.one.inputs.tensors(), *self._clips_and_counts(self._usual), *some.tensors]
-            before = seconds(lambda: graph(inputs, self._device), self._device)
+            graph, inputs = self._by_rows[self._usual], self._inputs(self.synthetic.records(chunk, self._usual, 0))
+            before = seconds(lambda: graph(inputs, self._device), self._device) * compiling.sample_size / self._usual
             if compiling.decided is False or not compiling.worth_trying(before, len(graph.run.graph.nodes)):
                 return before
             began = time.perf_counter()
+            of_a_row = flops(lambda: graph(inputs, self._device)) / self._usual
+            rows = compiling.rows(self._usual, of_a_row, sum(t.numel() for t in self._clip.zeros().values()))
+            some, others = (self.synthetic.records(chunk, rows, seed) for seed in (0, 1))
+            inputs = self._inputs(some)
             try:
+                graph = self._of_rows(chunk, rows)
                 fast = compile_and_compare(graph, inputs, self.one.inputs, self._device, compiling.progress)
                 prove(self._perturbed(lambda given: fast(given, self._device)), some, others, fast.zeroing)
             except Exception as error:
                 compiling.failed(explain(error))
                 return before
-            after = seconds(lambda: fast(inputs, self._device), self._device)
+            after = compiling.chunks(rows) * seconds(lambda: fast(inputs, self._device), self._device)
             if not compiling.compare(before, after, time.perf_counter() - began):
                 return before
-            self._compiled = fast
+            self._compiled, self._compiled_rows = fast, rows
             return after
 
     @property
     def max_rows(self) -> int | None:
         """The largest chunk: a compiled graph has one size. None: there is no limit."""
-        return self._usual if self._compiled else None
+        return self._compiled_rows if self._compiled else None
 
     def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on a chunk, adds to `sums`, and returns each record's loss, norms and flags.
@@ -124,7 +132,7 @@ class Graphs:
         gradients to zero; other graphs run again with copies of another record in their place. If an error is raised,
         nothing was added.
         """
-        rows = self._usual if self._compiled else rows_of_graph(chunk.size, self._usual)
+        rows = self.max_rows or rows_of_graph(chunk.size, self._usual)
         graph = self._compiled or self._of_rows(chunk, rows)
         state, index = self.one.inputs.tensors(), torch.arange(rows, device=self._device)
         counted, padded = index < chunk.size, chunk.padded(rows)

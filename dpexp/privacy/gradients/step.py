@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Step:
         alone: processes the records of a step that is not traced, and has the parameters and values.
         clip: clips and sums gradients.
         usual: rows of a chunk of the usual size.
-        sample_size: of a round, on average.
+        sizes: of samples.
         rounds: of the job.
         compile: compile the graph of usual records; None: where that saves time.
         data: the training set's memory, which no graph may hold.
@@ -68,12 +69,12 @@ class Step:
 
     def __init__(
         self, module: nn.Module, alone: OneAtATime, clip: ClippedSums, device: torch.device, usual: int,
-        sample_size: float, rounds: int, compile: bool | None, data: Memory,
+        sizes: NormalDist, rounds: int, compile: bool | None, data: Memory,
     ) -> None:  # fmt: skip
         self._module, self.alone, self._clip, self._device = module, alone, clip, device
         self._usual, self._data = usual, data
-        self.sample_size, self.rounds = sample_size, rounds
-        self.compiling = CompileDecision(compile, max(1.0, sample_size / usual), rounds)
+        self.rounds = rounds
+        self.compiling = CompileDecision(compile, sizes, rounds)
         self.mode: str | None = None
         self.reason = ""
         self.public: Any = None
@@ -184,7 +185,7 @@ class Step:
         constants = (t for name, t in one.constants.items() if name not in one.literals)
         self.constants = [str(tuple(t.shape)) for t in constants if t.numel() > 1]
         self._reference = graphs.synthetic.records(chunk, 1, 3)
-        self.seconds_of_round = graphs.compile(chunk, self.compiling) * self.sample_size / self._usual
+        self.seconds_of_round = graphs.compile(chunk, self.compiling)
 
     def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
         """Traces the step of a traced job again if a plain attribute has changed, or the epoch that it reads.
@@ -260,7 +261,7 @@ class Step:
         self.alone.choose_synthetic(chunks[0], self.public)
         self.alone.test(chunks)
         if not self.alone.trains_users:
-            self.seconds_of_round = self.alone.seconds_of_record * self.sample_size
+            self.seconds_of_round = self.alone.seconds_of_record * self.compiling.sample_size
             total = timedelta(seconds=round(self.seconds_of_round * self.rounds))
             rate = 1 / max(self.alone.seconds_of_record, 1e-6)
             warnings.warn(
