@@ -158,9 +158,8 @@ def job(folder: Path, *overrides: str) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def run(data: str, name: str, seeds: int, given: list[str]) -> list[dict[str, Any]]:
+def run(name: str, comparison: Comparison, data: str, seeds: int, given: list[str]) -> list[dict[str, Any]]:
     """What each job of a comparison reached, those of earlier calls with the same overrides too."""
-    comparison = COMPARISONS[name]
     FOUND.parent.mkdir(exist_ok=True)
     FOUND.touch()
     known = [json.loads(line) for line in FOUND.read_text().splitlines()]
@@ -202,10 +201,10 @@ def cell(results: list[dict[str, Any]]) -> str:
     return f"{statistics.mean(accuracies):.1f}{spread} %{rate}, ε {spent:.4f}, {seconds:.2f} s"
 
 
-def table(name: str, results: list[dict[str, Any]]) -> str:
-    rows, columns = COMPARISONS[name].rows, COMPARISONS[name].columns
+def table(name: str, comparison: Comparison, results: list[dict[str, Any]]) -> str:
+    columns = comparison.columns
     lines = [f"| {name} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for row in rows:
+    for row in comparison.rows:
         cells = [cell([one for one in results if (one["row"], one["column"]) == (row, column)]) for column in columns]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -216,6 +215,7 @@ if __name__ == "__main__":
         case [data, name, *rest] if name in COMPARISONS:
             seeds = next((int(word) for word in rest if word.isdigit()), 1)
             overrides = [word for word in rest if not word.isdigit()]
-            print(table(name, run(str(Path(data).resolve()), name, seeds, overrides)))
+            found = run(name, COMPARISONS[name], str(Path(data).resolve()), seeds, overrides)
+            print(table(name, COMPARISONS[name], found))
         case _:
             sys.exit(f"{__doc__}\nNAME is among {', '.join(COMPARISONS)}.")
