@@ -37,8 +37,7 @@ COMMANDS = {  # figure: its commands, of which the last draws it, with about how
         "benchmarks/results.py run DATA mnist_frontier fashion_frontier", "benchmarks/results.py write",
     ],
     "figure2.png": ["benchmarks/figure2.py"],  # half a minute
-    "transfer.png": ["benchmarks/transfer.py DATA sampling.steps=300"],  # 20 minutes
-    "shakespeare.png": ["benchmarks/shakespeare.py data.root=DATA/shakespeare"],  # 15 minutes
+    "shakespeare.png": ["benchmarks/shakespeare.py data.root=DATA/shakespeare"],  # half an hour
     "audit_power.png": ["benchmarks/audit.py power 20"],  # hours
     "step_cpu.png": ["benchmarks/step.py --write"],  # an hour
 }  # fmt: skip

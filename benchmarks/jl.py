@@ -1,4 +1,4 @@
-"""Norms estimated by random projections (DP-SGD-JL, Bu et al. 2021, arXiv 2102.03013) beside exact ones: ε and time.
+"""Norms estimated by random projections (DP-SGD-JL, Bu et al. 2021, arXiv 2102.03013) beside exact ones: ε.
 
     python benchmarks/jl.py
 
@@ -7,33 +7,22 @@ each, and c = min(1, S/M). Since M = ‖v‖ψ with rψ² ~ χ²_r, its contribu
 vectors p_j, which do not depend on the data, a round is a Gaussian release of sensitivity S/ψ; so its δ(ε) is at most
 the mean over ψ of what noise multiplier zψ costs, and its privacy loss a mixture of theirs. ψ is taken from below, in
 DETAIL strips; below TAIL of its probability all counts as lost, and where zψ is below LEAST, a record that was sampled.
-
-Times are the least of several turns, taken in turn (A B A B …), by one thread.
 """
 
 import math
-import time
-from collections.abc import Callable
 
 import numpy as np
-import torch
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.stats import chi2
-from torch import Tensor, nn
-from torch.func import functional_call, jvp
-from torch.nn import functional as F
 
 from dpexp import Sampling, Target, make_plan
-from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.round import PrivateRound
-from dpexp.training.models import cnn, mlp
+from dpexp.training.models import mlp
 
 N, Q, ROUNDS, EPSILON, DELTA = 1437, 512 / 1437, 113, 3.0, 1e-4
 EXACT = 10**9  # so many projections that estimates are exact
 PROJECTIONS = (3, 10, 30, 100, 1000)
 TAIL, DETAIL, STEP, LEAST, MOST = 1e-9, 600, 1e-3, 0.15, 20.0
-TURNS = 25
 
 
 def epsilon_of_estimates(z: float, r: float, rounds: int = ROUNDS) -> float:
@@ -70,45 +59,7 @@ def _mixture(pmfs: list, weights: np.ndarray) -> pld_pmf.DensePLDPmf:
     return pld_pmf.DensePLDPmf(STEP, low, probabilities, lost, pessimistic_estimate=True)
 
 
-def milliseconds(work: Callable[..., object], *arguments: object) -> float:
-    started = time.perf_counter()
-    work(*arguments)
-    return 1e3 * (time.perf_counter() - started)
-
-
-def times(name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
-    plan = make_plan(module, n=N, sampling=Sampling(sampling_rate=Q, steps=1), target=Target(noise_multiplier=1.0))
-    private = PrivateRound(plan, module, GaussianNoise())
-    parameters = dict(module.named_parameters())
-
-    def loss_of(own: nn.Module, one: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(own(one[0]), one[1])
-
-    def plain() -> None:
-        F.cross_entropy(module(x), y).backward()
-
-    def exact() -> None:
-        private.begin()
-        private.add_chunk(loss_of, (x[:, None], y[:, None]), len(x))
-
-    def losses(values: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(functional_call(module, values, (x,)), y, reduction="none")
-
-    def projected() -> None:
-        directions = {key: torch.randn_like(value) for key, value in parameters.items()}
-        jvp(losses, ({key: value.detach() for key, value in parameters.items()},), (directions,))
-
-    turns = [[milliseconds(work) for work in (plain, exact, projected)] for _ in range(TURNS)]
-    gradient, whole, projection = (min(column) for column in zip(*turns, strict=True))
-    print(
-        f"{name}: plain gradient {gradient:.1f} ms; exactly clipped {whole:.1f} ms; one projection {projection:.1f} ms",
-        flush=True,
-    )
-
-
 def main() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     z = make_plan(
         mlp((1, 8, 8), 10),
         n=N,
@@ -120,11 +71,6 @@ def main() -> None:
     for r in (*PROJECTIONS, EXACT):
         spent = epsilon_of_estimates(z, r)
         print(f"| {r} | {f'{spent:.3f}' if spent < MOST else f'above {MOST:g}'} |", flush=True)
-    times("MLP 64-128-10, B = 512", mlp((1, 8, 8), 10), torch.randn(512, 1, 8, 8), torch.randint(10, (512,)))
-    times("CNN of the digits, B = 512", cnn((1, 8, 8), 10), torch.randn(512, 1, 8, 8), torch.randint(10, (512,)))
-    times(
-        "MLP 784-1000-10, B = 512", mlp((1, 28, 28), 10, [1000]), torch.randn(512, 1, 28, 28), torch.randint(10, (512,))
-    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import dpexp
 
 B, N, STEPS = 32, 512, 160
 SLOW = 2.5  # times a plain step
-PAGES = ("images_tables", "tables", "sequences", "sequences_text", "text", "steps")
+PAGES = ("classifiers", "images", "tables", "sequences", "tuning", "steps")
 
 
 @dataclass(frozen=True)

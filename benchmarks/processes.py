@@ -1,16 +1,13 @@
-"""Several processes that train as one: what a kill leaves, and what they cost beside Lightning's plain DDP.
+"""Several processes that train as one: what a kill leaves.
 
-    python benchmarks/processes.py kills [KILLS]      # default 50
-    python benchmarks/processes.py kills KILLS late   # a ledger that is written late, to show that it would be found
-    python benchmarks/processes.py speed [PROCESSES]  # default 2
+    python benchmarks/processes.py [KILLS]      # default 50
+    python benchmarks/processes.py KILLS late   # a ledger that is written late, to show that it would be found
 
-*kills*: a fit in two or three processes is begun, and one of them killed by SIGKILL: by itself before or after a chosen
+A fit in two or three processes is begun, and one of them killed by SIGKILL: by itself before or after a chosen
 call, or from outside at a random time after they have connected (one that dies before is the business of whatever
 started them, which then ends the others). Every process writes a byte to a file of its own the moment that it has a
 release. Afterwards the ledger must hold at least as many rounds as any process has seen releases, at most one more, and
 all others must have stopped within seconds.
-
-*speed*: rounds a second of the same model with the PrivacyCallback and without it, in turn, in the same processes.
 """
 
 import os
@@ -33,7 +30,7 @@ from kills import write_late
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
 from dpexp import Sampling, Target, make_plan
@@ -205,92 +202,6 @@ def kills(times: int, late: bool) -> bool:
     return not failures
 
 
-# What they cost
-
-
-class Whole(Dataset):
-    """Batches made at once, so that plain training does not wait for collation."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self._tensors[0])
-
-    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
-        return [tensor[rows] for tensor in self._tensors]
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class Clock(pl.Callback):
-    """Seconds of each round but the first few."""
-
-    def on_train_start(self, *args: Any) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ends.append(time.monotonic())
-
-    def fastest(self) -> float:
-        return min(b - a for a, b in zip(self.ends[3:], self.ends[4:], strict=False))
-
-    def median(self) -> float:
-        return statistics.median(b - a for a, b in zip(self.ends[3:], self.ends[4:], strict=False))
-
-
-def nets() -> dict[str, tuple[nn.Module, torch.Size]]:
-    return {
-        "MLP 784-1000-10": (
-            nn.Sequential(nn.Flatten(), nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 10)), torch.Size([1, 28, 28]),
-        ),
-        "CNN, 27k parameters": (
-            nn.Sequential(
-                nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU(),
-                nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10),
-            ), torch.Size([1, 28, 28]),
-        ),
-    }  # fmt: skip
-
-
-def speed(rank: int, count: int, port: int, folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-    warnings.simplefilter("ignore")
-    quieten()
-    size, batch, steps = 4096, 512, 24
-    for name, (net, shape) in nets().items():
-        torch.manual_seed(0)
-        x, y = torch.randn(size, *shape), torch.randint(10, (size,))
-        found: dict[str, list[float]] = {"plain": [], "private": []}
-        for turn in range(4):
-            clock, module = Clock(), Model(net)
-            loader = DataLoader(Whole(x, y), batch_size=batch // count, shuffle=True, collate_fn=_as_it_is)
-            trainer_of(count, clock, max_steps=steps).fit(module, loader)
-            found["plain"].append(clock.median())
-            plan = make_plan(
-                module,
-                n=size,
-                sampling=Sampling(sampling_rate=batch / size, steps=steps),
-                target=Target(noise_multiplier=1.0),
-            )
-            privacy = dpexp.PrivacyCallback(
-                plan, Path(folder) / f"{name[:3]}{turn}.jsonl", max_physical_batch_size=batch
-            )
-            clock = Clock()
-            loader = DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True)
-            trainer_of(count, privacy, clock, max_epochs=-1).fit(module, loader)
-            found["private"].append(clock.median())
-        if rank == 0:
-            ratio = statistics.median(a / b for a, b in zip(found["private"], found["plain"], strict=True))
-            plain, private = (1 / min(found[kind]) for kind in ("plain", "private"))
-            print(f"{name}: plain DDP {plain:.1f} rounds/s, private {private:.1f}; {ratio:.2f} times its time (median)")
-
-
 def quieten() -> None:
     import logging
 
@@ -303,9 +214,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     quieten()
-    if sys.argv[1:2] == ["speed"]:
-        count = int(sys.argv[2]) if len(sys.argv) > 2 else 2
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(speed, (count, free_port(), folder), nprocs=count)
-        sys.exit(0)
-    sys.exit(0 if kills(int(sys.argv[2]) if len(sys.argv) > 2 else 50, "late" in sys.argv) else 1)
+    sys.exit(0 if kills(int(sys.argv[1]) if len(sys.argv) > 1 else 50, "late" in sys.argv) else 1)

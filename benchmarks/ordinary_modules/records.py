@@ -1,0 +1,176 @@
+"""The data and the base classes of the modules beside."""
+
+import pytorch_lightning as pl
+import torch
+import transformers
+from ordinary import N
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+T, WORDS = 24, 200
+
+
+class Images:
+    """Random images of ten classes."""
+
+    def __init__(self, channels=1, side=28, transform=None):
+        g = torch.Generator().manual_seed(0)
+        self.x = torch.rand(N, channels, side, side, generator=g)
+        self.y = torch.randint(10, (N,), generator=g)
+        self.transform = transform or (lambda x: x)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.transform(self.x[i]), self.y[i]
+
+
+class Table:
+    """Random rows: numbers, categories, a target."""
+
+    def __init__(self, numbers, sizes, classes=2):
+        g = torch.Generator().manual_seed(0)
+        self.numbers = torch.randn(N, numbers, generator=g)
+        self.categories = torch.stack([torch.randint(size, (N,), generator=g) for size in sizes], 1)
+        self.y = torch.randint(classes, (N,), generator=g).float() if classes else torch.randn(N, generator=g)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.numbers[i], self.categories[i], self.y[i]
+
+
+def centred(x):
+    return (x - 0.5) / 0.5
+
+
+class Rows:
+    """Random numbers of a shape, and classes."""
+
+    def __init__(self, *shape, classes=3):
+        g = torch.Generator().manual_seed(0)
+        self.x = torch.rand(N, *shape, generator=g)
+        self.y = torch.randint(classes, (N,), generator=g)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+
+class Text:
+    """Sentences of 8 to 24 words, not padded."""
+
+    def __init__(self, low=8, high=25):
+        g = torch.Generator().manual_seed(0)
+        lengths = torch.randint(low, high, (N,), generator=g).tolist()
+        self.ids = [torch.randint(5, WORDS, (t,), generator=g) for t in lengths]
+        self.y = torch.randint(2, (N,), generator=g)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.y[i]}
+
+
+class SentencePairs(Text):
+    """Two sentences each, not padded."""
+
+    def __getitem__(self, i):
+        return self.ids[i], self.ids[(i + 1) % N], self.y[i]
+
+
+class Characters:
+    """Sequences of T symbols and the same shifted by one."""
+
+    def __init__(self, length=T):
+        self.ids = torch.randint(1, WORDS, (N, length + 1), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.ids[i, :-1], self.ids[i, 1:]
+
+
+def pad(items):
+    ids = pad_sequence([item["input_ids"] for item in items], batch_first=True)
+    mask = pad_sequence([torch.ones_like(item["input_ids"]) for item in items], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack([item["labels"] for item in items])}
+
+
+def pad_fixed(items):
+    ids = torch.stack([F.pad(item["input_ids"], (0, 24 - len(item["input_ids"]))) for item in items])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.stack([i["labels"] for i in items])}
+
+
+def pad_fixed_causal(items):
+    batch = pad_fixed(items)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+class Base(pl.LightningModule):
+    """With an ordinary optimizer."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Tuned(pl.LightningModule):
+    """Any model of transformers."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Trained(Tuned):
+    """Any model of transformers, with the optimizer and the schedule of its Trainer."""
+
+    lr = 5e-5
+
+    def configure_optimizers(self):
+        kept = {
+            f"{name}.{own}" if name else own
+            for name, module in self.model.named_modules()
+            for own, _ in module.named_parameters(recurse=False)
+            if "norm" not in type(module).__name__.lower() and own != "bias"
+        }
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for n, p in named if n in kept], "weight_decay": 0.01},
+            {"params": [p for n, p in named if n not in kept], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 0, 100)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def bert():
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=WORDS,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+        )
+    )
+
+
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=WORDS, n_positions=64, n_embd=64, n_layer=2, n_head=4)
+    return transformers.GPT2LMHeadModel(config)
