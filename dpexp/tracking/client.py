@@ -88,7 +88,7 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")
     try:
-        with _creation_lock(uri):
+        with _created_alone(uri):
             client = MlflowClient(tracking_uri=uri)
             found = client.get_experiment_by_name(experiment)
             return client, found.experiment_id if found else client.create_experiment(experiment, artifacts)
@@ -96,18 +96,29 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
         raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
 
 
+def database(uri: str) -> Path | None:
+    """The file of an SQLite store; None for other stores."""
+    scheme, _, path = uri.partition("?")[0].partition(":///")
+    return Path(path).resolve() if path and scheme.partition("+")[0] == "sqlite" else None
+
+
 @contextmanager
-def _creation_lock(uri: str) -> Iterator[None]:
+def locked(path: Path, patience: float) -> Iterator[None]:
+    """Holds a lock, for which it waits for at most `patience` seconds; a failure is an OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()  # where that fails, FileLock would try for ever
+    with FileLock(path, timeout=patience):
+        yield
+
+
+@contextmanager
+def _created_alone(uri: str) -> Iterator[None]:
     """Lets one process at a time create an SQLite store, in WAL mode: readers and writers do not block each other."""
-    if not uri.startswith("sqlite:///"):
+    if (file := database(uri)) is None:
         yield
         return
-    database = Path(uri.removeprefix("sqlite:///"))
-    database.parent.mkdir(parents=True, exist_ok=True)
-    lock = database.with_suffix(".lock")
-    lock.touch()  # where that fails, FileLock would try for ever
-    with FileLock(lock, timeout=_PATIENCE):
-        with closing(sqlite3.connect(database)) as connection:
+    with locked(file.with_suffix(".lock"), _PATIENCE):
+        with closing(sqlite3.connect(file)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
         yield
 

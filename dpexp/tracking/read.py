@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import ERROR, OUTPUT, TRIED, metric_of, one_line, value_of
+from dpexp.tracking.client import ERROR, OUTPUT, TRIED, database, metric_of, one_line, value_of
 from dpexp.tracking.provenance import without_passwords
 
 
@@ -103,7 +103,8 @@ def _run(uri: str, run_id: str) -> tuple[MlflowClient, Run]:
 
 def existing(uri: str) -> MlflowClient:
     """A client of an existing store: MLflow would create a missing SQLite file."""
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+    file = database(uri)
+    if file is not None and not file.is_file():
         raise ConfigError(f"uri={uri} does not exist, so there are no runs to read; run a job, or name its store.")
     try:
         return MlflowClient(tracking_uri=uri)

@@ -47,6 +47,7 @@ from dpexp.tracking.provenance import (
     without_passwords,
 )
 from dpexp.tracking.registered_model import check_name, description
+from dpexp.tracking.run_costs import is_run_of
 
 
 class _MetricsLogger(pl.loggers.logger.Logger):
@@ -255,8 +256,7 @@ def _reopened(client: MlflowClient, output: Path) -> Run | None:
     """The run of the resumed job; None if it has none in this store, or the folder is a copy of another job's."""
     try:
         run = client.get_run((output / RUN).read_text())
-        folder = Path(run.data.tags.get(OUTPUT, output))
-        if folder.exists() and not folder.samefile(output):
+        if not is_run_of(run, output):
             return None
         _refuse_older_ledger(client, run.info.run_id, output / "ledger.jsonl")
         client.update_run(run.info.run_id, status="RUNNING")
