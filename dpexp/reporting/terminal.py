@@ -1,12 +1,9 @@
 """Terminal output: the plan, progress, results."""
 
 import itertools
-import json
-import math
 import resource
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -380,9 +377,3 @@ def print_metrics(metrics: dict[str, float]) -> None:
     """Prints metrics of the test set."""
     for name, value in metrics.items():
         console.print(f"{name}: {value:.2%}" if name.endswith("accuracy") else f"{name}: {value:.4g}")
-
-
-def plan_json(plan: PrivacyPlan) -> str:
-    """The plan as JSON, z included."""
-    z = plan.noise_multiplier
-    return json.dumps(asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}, indent=2)

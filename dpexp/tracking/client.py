@@ -7,19 +7,19 @@ import sqlite3
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from shlex import quote
-from typing import TypeVar
 
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
+from mlflow.utils import chunk_list
 
 from dpexp.errors import ConfigError, is_own, place_of
 from dpexp.tracking.job_folder import finished_result
@@ -35,15 +35,8 @@ OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
 SEND_INTERVAL = 2.0  # seconds between requests with metrics
 _PATIENCE = 120  # seconds for other processes that open the same database
-_OWN_PACKAGES = (  # their messages quote no record
-    "dpexp",
-    "hydra",
-    "omegaconf",
-    "mlflow",
-    "pytorch_lightning",
-    "lightning",
-)
-Item = TypeVar("Item")
+# Their messages quote no record
+_OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
 
 
 def constants(values: Mapping[str, float]) -> dict[str, float]:
@@ -172,7 +165,7 @@ class Sender:
             self._send_metrics()
 
     def params(self, values: Mapping[str, str]) -> None:
-        for some in batched([Param(key, value) for key, value in values.items()], MAX_PARAMS):
+        for some in chunk_list([Param(key, value) for key, value in values.items()], MAX_PARAMS):
             self._send(self._client.log_batch, params=some)
 
     def tags(self, values: Mapping[str, str]) -> None:
@@ -195,7 +188,7 @@ class Sender:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _send_metrics(self) -> None:
-        for some in batched(self._metrics, MAX_METRICS):
+        for some in chunk_list(self._metrics, MAX_METRICS):
             self._send(self._client.log_batch, metrics=some)
         self._metrics = []
 
@@ -207,11 +200,6 @@ class Sender:
             call(self._run_id, *values, **named)
         except Exception as error:
             self.missed = self.missed or one_line(error)
-
-
-def batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """Consecutive items, as many at a time as one request can take."""
-    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 # The columns of the list of runs. MLflow keeps such views in undocumented tags of the experiment.

@@ -68,10 +68,8 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
         ConfigError: there is no such store, or a source is neither an experiment nor a run.
     """
     client = existing(uri)
-    try:
+    with readable(uri):
         runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
-    except MlflowException as error:
-        raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
     parents = {_parent(run) for run in runs.values()}
     rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents and not _is_parent(run)]
     frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
@@ -83,12 +81,10 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
     """A temporary folder with those of the named artifacts that a run has."""
     client, _ = _run(uri, run_id)
     with tempfile.TemporaryDirectory() as folder:
-        try:
+        with readable(uri):
             found = {artifact.path for artifact in client.list_artifacts(run_id)}
             for name in sorted(found.intersection(names)):
                 client.download_artifacts(run_id, name, folder)
-        except (MlflowException, OSError) as error:
-            raise ConfigError(f"the artifacts of {run_id} cannot be fetched: {one_line(error)}") from error
         yield Path(folder)
 
 
@@ -106,10 +102,17 @@ def existing(uri: str) -> MlflowClient:
     file = database(uri)
     if file is not None and not file.is_file():
         raise ConfigError(f"uri={uri} does not exist, so there are no runs to read; run a job, or name its store.")
-    try:
+    with readable(uri):
         return MlflowClient(tracking_uri=uri)
-    except MlflowException as error:
-        raise ConfigError(f"uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
+
+
+@contextmanager
+def readable(uri: str) -> Iterator[None]:
+    """Refuses a store of which MLflow cannot read something."""
+    try:
+        yield
+    except (MlflowException, OSError) as error:
+        raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
 
 
 def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:

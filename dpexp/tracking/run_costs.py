@@ -24,10 +24,10 @@ from dpexp.accounting.ledger import Ledger, ledger_so_far, write_ledger
 from dpexp.accounting.ledger.reader import contents
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import OUTPUT, one_line
+from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.job_folder import RESERVED, RUN, is_running
-from dpexp.tracking.provenance import HOST, without_passwords
-from dpexp.tracking.read import existing, search
+from dpexp.tracking.provenance import HOST
+from dpexp.tracking.read import existing, readable, search
 
 DATA_ID = "dpexp.data_id"  # tags
 BUDGET = "dpexp.budget"
@@ -84,15 +84,13 @@ def costs_in(uri: str, data_id: str) -> list[RunCost]:
 
 def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
     """The runs with that `data.id`, oldest first."""
-    try:
+    with readable(uri):
         experiments, token = [], None
         while token != "":
             page = client.search_experiments(view_type=ViewType.ALL, page_token=token)
             experiments += [experiment.experiment_id for experiment in page]
             token = page.token or ""
         tagged = [*search(client, experiments, f"tags.`{DATA_ID}` LIKE '%'", ViewType.ALL)]
-    except MlflowException as error:
-        raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
     found = [run for run in tagged if run.data.tags[DATA_ID] == data_id]
     return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
 

@@ -187,7 +187,7 @@ def test_mistakes_are_told_in_one_sentence(job, dpexp_job, tmp_path, arguments, 
 
 
 def test_a_name_that_the_registry_refuses_is_told_before_training(dpexp_job, tmp_path):
-    with pytest.raises(SystemExit, match="register=a/b is no name"):
+    with pytest.raises(SystemExit, match="register=a/b cannot be used"):
         dpexp_job(*QUICK, "register=a/b")
     assert store_of(tmp_path).search_runs(["1"]) == []
 

@@ -72,7 +72,7 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store):
     (parent,), trials = store.parents(), store.trials()
     assert parent.info.status == "FINISHED" and [run.info.status for run in trials] == ["FINISHED"] * 4
     assert {run.data.tags["mlflow.parentRunId"] for run in trials} == {parent.info.run_id}
-    assert {"trials.csv", "trials.json", "test_accuracy_by_epsilon.png"} <= store.files(parent)
+    assert {"trials.csv", "test_accuracy_by_epsilon.png"} <= store.files(parent)
     table = Path(store.client.download_artifacts(parent.info.run_id, "trials.csv", str(tmp_path))).read_text()
     rows = list(csv.DictReader(io.StringIO(table)))
     assert {row["run_id"] for row in rows} == {run.info.run_id for run in trials}

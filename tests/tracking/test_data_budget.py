@@ -17,7 +17,6 @@ from dp_accounting import pld, rdp
 from filelock import FileLock
 from jobs import store_of
 from mlflow import MlflowClient
-from omegaconf import OmegaConf
 
 from dpexp.__main__ import main
 from dpexp.accounting.ledger import (
@@ -326,7 +325,9 @@ def test_a_budget_is_kept_from_job_to_job(dpexp_job, tmp_path, monkeypatch, caps
         job(monkeypatch, KEPT, "privacy.epsilon=3")
     with pytest.raises(SystemExit, match=r"not the one that .* kept for data.id=digits, which is ε = 4 at"):
         job(monkeypatch, "privacy.budget={epsilon: 5, delta: 1e-5}", "privacy.epsilon=1")
-    with pytest.raises(SystemExit, match=r"data.id=digits: runs for different adjacencies \(add_remove, replace_null\)"):
+    with pytest.raises(
+        SystemExit, match=r"data.id=digits: runs for different adjacencies \(add_remove, replace_null\)"
+    ):
         job(monkeypatch, KEPT, "privacy.epsilon=1", "privacy.adjacency=replace_null")
     with pytest.raises(SystemExit, match=r"this job's plan asks for"):
         job(monkeypatch, KEPT, "privacy.epsilon=3", "train=false")
@@ -464,7 +465,12 @@ def test_another_job_in_a_folder_that_was_half_cleared_is_another_job(dpexp_job,
 
 
 def test_a_store_has_one_lock_whatever_it_is_called(tmp_path):
-    names = ("sqlite:///{}/s.db", "sqlite+pysqlite:///{}/s.db", "sqlite:///{}/../{}/s.db", "sqlite:///{}/s.db?timeout=9")
+    names = (
+        "sqlite:///{}/s.db",
+        "sqlite+pysqlite:///{}/s.db",
+        "sqlite:///{}/../{}/s.db",
+        "sqlite:///{}/s.db?timeout=9",
+    )
     (lock,) = {lock_of(name.format(tmp_path, tmp_path.name), "a") for name in names}
     assert lock.parent == tmp_path and lock != lock_of(names[0].format(tmp_path), "b")
     assert lock_of("http://one", "a") == lock_of("http://127.0.0.1:5000", "a") != lock
