@@ -15,8 +15,6 @@ CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "all
 EPSILON, DELTA, Z = "privacy.epsilon", "privacy.delta", "privacy.noise_multiplier"
 DRAW = "draw"  # number of a draw of private selection; the last column
 _NAMES = {EPSILON: "target ε", Z: "z", DELTA: "δ"}
-# Keys that follow from a choice
-_IMPLIED = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")
 _SECTIONS = ("optimizer.", "sampling.", "privacy.")  # omitted from names
 _UNSET = "not set"
 WITHOUT_PRIVACY = "no: trained without privacy"
@@ -93,13 +91,6 @@ def _shown(key: str, values: Iterable[str]) -> dict[str, str]:
     return short if len({*short.values()}) == len(full) else full
 
 
-def following(trials: DataFrame, varied: Sequence[str]) -> list[str]:
-    """The settings that differ too, but follow from those that are `varied`."""
-    table = settings(trials)
-    implied = [key for key in table if key.partition(".")[0] in CHOICES and key.partition(".")[2] in _IMPLIED]
-    return [key for key in table if table[key].nunique() > 1 and key not in (*varied, *implied)]
-
-
 def finished(trials: DataFrame) -> DataFrame:
     """The finished private trials, with the planned ε where nothing was trained, and columns `level` and `cost`.
 
@@ -155,18 +146,8 @@ class Best:
         """The number of runs, the confidence interval, and the comparison with the others."""
         runs = "1 run" if self.row["runs"] == 1 else f"mean of {self.row['runs']} runs"
         interval = "no interval" if math.isnan(self.margin) else f"95 % interval ± {self.margin:.2%}"
-        return "; ".join(filter(None, (f"{runs}, {interval}", self._standing)))
-
-    @property
-    def _standing(self) -> str:
-        if not self.others:
-            return ""
-        every = "the only other" if self.others == 1 else f"all {self.others} others"
-        if not self.tied:
-            return f"significantly above {every}"
-        if len(self.tied) < self.others:
-            return f"not significantly above {len(self.tied)} of {self.others} others"
-        return f"not significantly above {every.replace('all', 'any of')}"
+        above = f"; significantly above {self.others - len(self.tied)} of {self.others} others" if self.others else ""
+        return f"{runs}, {interval}{above}"
 
 
 def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFrame, list[str]]:

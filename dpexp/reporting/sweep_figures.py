@@ -21,7 +21,6 @@ from dpexp.reporting.comparisons import (
     best_baselines,
     configurations,
     finished,
-    following,
     labels,
     number,
     short_names,
@@ -75,9 +74,7 @@ def curves(trials: DataFrame, x: str, y: str) -> Figure:
     knob = " or ".join(sorted(points["knob"].unique()))
     of = {"epsilon": "ε", "test_accuracy": "test accuracy", "knob_value": f"{knob} needed"}[y]
     by_x = short_names([x])[x] if x != "epsilon" else "the ε spent during training" if ROUND in by else "ε"
-    with_it = following(runs, by) if along == x else [] if along in (None, EPSILON, ROUND) else [along]
-    too = ", ".join(short_names(with_it).values())
-    axes.set(xlabel=by_x + (f" (with it changes {too})" if too else ""), ylabel=of)
+    axes.set(xlabel=by_x, ylabel=of)
     axes.grid(alpha=0.3)
     if is_number:
         _ticks(axes, points["x"].unique().tolist(), claim=x in ("epsilon", EPSILON))

@@ -238,7 +238,7 @@ def print_trial(place: str, result: dict[str, Any]) -> None:
         facts.append(f"{calibration['knob']} {calibration['value']:.4g}")
     if "test_accuracy" in metrics:
         facts.append(f"{metrics['test_accuracy']:.1%}")
-    facts.append(_duration(result["seconds"]))
+    facts.append(str(timedelta(seconds=round(result["seconds"]))))
     _print_line(place, *facts)
 
 
@@ -249,12 +249,6 @@ def print_failed_trial(place: str, error: str) -> None:
 
 def _print_line(place: str, *facts: str) -> None:
     console.print(" · ".join([escape(place), *facts]), highlight=False, soft_wrap=True)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str, output: Path) -> None:
@@ -376,4 +370,9 @@ def _marked(value: str, refuted: bool) -> str:
 def print_metrics(metrics: dict[str, float]) -> None:
     """Prints metrics of the test set."""
     for name, value in metrics.items():
-        console.print(f"{name}: {value:.2%}" if name.endswith("accuracy") else f"{name}: {value:.4g}")
+        console.print(f"{name}: {measured(name, value)}")
+
+
+def measured(name: str, value: float) -> str:
+    """A metric's value; accuracies in percent."""
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
