@@ -15,7 +15,7 @@ from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import concatenate
 from dpexp.accounting.rounding import down, up
 from dpexp.reporting.run_figures import audit_figure, class_counts, epsilon_over_rounds, trade_off
-from dpexp.reporting.sweep_figures import ROUND, curves, figures_of, swept_numbers
+from dpexp.reporting.sweep_figures import ROUND, curves, figures_of
 from dpexp.reporting.terminal import print_audit
 from tests.trials import TWIN, trials
 
@@ -88,13 +88,6 @@ def test_words_have_no_line():
     assert all(bar.lines[0].get_linestyle() == "None" for bar in figure.axes[0].containers)
 
 
-@pytest.mark.parametrize("other", ["scheduler.T_max", "a.first"])
-def test_parameters_that_go_together_have_one_figure(other):
-    """steps.png and rounds.png used to be the same."""
-    frame = trials(*({"sampling.steps": t, other: 10 * t, "optimizer.lr": lr} for t in (3, 5, 9) for lr in (1, 2, 3)))
-    assert swept_numbers(frame) == ["optimizer.lr", min("sampling.steps", other)][:: 1 if other > "o" else -1]
-
-
 def test_ticks_and_legends_are_short():
     frame = trials(*grid_of(**{"optimizer.lr": [0.1, 1.64562, 25.6789], "privacy.epsilon": [1.64412, 8]}))
     figure = curves(frame, "optimizer.lr", "test_accuracy")
@@ -145,6 +138,7 @@ MANY = grid_of(**{"privacy.epsilon": [1, 8], "optimizer.lr": [*range(1, 5)], "sa
         (grid_of(**{"optimizer.lr": [1, 2, 3]}), {"test_accuracy_by_optimizer.lr"}),
         (grid_of(group=["flat", "conv_fc"]), {"test_accuracy_by_group"}),
         (grid_of((0, 1)), set()),
+        ([{"sampling.steps": t, "scheduler.T_max": 10 * t} for t in (3, 5, 9)], {"test_accuracy_by_sampling.steps"}),
         ([{"sampling.steps": t, "epsilon": math.nan, "epsilon_planned": t, "test_accuracy": math.nan}
           for t in (1, 2, 3)], {"epsilon_by_sampling.steps"}),
     ],
