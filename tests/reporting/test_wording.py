@@ -57,10 +57,9 @@ def formats(tree):
                 if not isinstance(part, ast.FormattedValue) or called(part.value) in ("up", "down"):
                     continue
                 after = isinstance(before, ast.Constant) and BEFORE.search(before.value)
-                if (
-                    (after or claims(part.value))
-                    if part.format_spec
-                    else after and not isinstance(part.value, ast.Name)
+                formatted = bool(part.format_spec)
+                if (after and (formatted or not isinstance(part.value, ast.Name))) or (
+                    formatted and claims(part.value)
                 ):
                     yield part.lineno
             continue

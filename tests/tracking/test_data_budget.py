@@ -329,11 +329,14 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     assert len(resumed.ledger) == 5 and not resumed.note
     # The folder is put back to before: what its job has done meanwhile would count nowhere.
     shutil.rmtree(folder)
-    backup.rename(folder)
-    with pytest.raises(SystemExit, match=r"lacks rounds that the ledger of its run .* in MLflow holds"):
-        main()
-    (charge,) = costs_in(uri, "digits")
-    assert len(charge.ledger) == 5
+    for now in (backup, folder):
+        if now == folder:
+            backup.rename(folder)
+        monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(now)])
+        with pytest.raises(SystemExit, match=r"lacks rounds that the ledger of its run .* in MLflow holds"):
+            main()
+        (charge,) = costs_in(uri, "digits")
+        assert len(charge.ledger) == 5
 
 
 def test_a_killed_job_of_a_whole_plan_leaves_nothing(tmp_path, monkeypatch, dpexp_job):
