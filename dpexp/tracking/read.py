@@ -37,6 +37,7 @@ def output_of(uri: str, run_id: str) -> Path:
 
 
 PAGE = 1000  # runs per request
+PARENT_RUN = "mlflow.parentRunId"  # a tag
 _NUMBERS = (
     "epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "sampling_rate", "knob_value", "delta", *FIGURES,
 )  # fmt: skip
@@ -70,8 +71,9 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     client = existing(uri)
     with readable(uri):
         runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
-    parents = {_parent(run) for run in runs.values()}
-    rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents and not _is_parent(run)]
+    parents = {run.data.tags.get(PARENT_RUN) for run in runs.values()}
+    parents |= {run_id for run_id, run in runs.items() if "dpexp.sweep_hash" in run.data.tags}
+    rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents]
     frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
     return frame.sort_values("test_accuracy", ascending=False, kind="stable", ignore_index=True)
 
@@ -123,7 +125,7 @@ def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
         run = client.get_run(source)
     except MlflowException as error:
         raise ConfigError(f"{source} is neither an experiment nor a run of {without_passwords(uri)}.") from error
-    children = search(client, [run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    children = search(client, [run.info.experiment_id], f"tags.`{PARENT_RUN}` = '{run.info.run_id}'")
     return list(children) or [run]
 
 
@@ -140,21 +142,13 @@ def search(
             return
 
 
-def _parent(run: Run) -> str | None:
-    return run.data.tags.get("mlflow.parentRunId")
-
-
-def _is_parent(run: Run) -> bool:
-    return "dpexp.sweep_hash" in run.data.tags
-
-
 def _trial(run: Run) -> dict[str, Any]:
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
     knob = params.get("calibrate", "noise_multiplier")
     solved = any(name.startswith(TRIED) for name in metrics)
     return {
         "run_id": run.info.run_id,
-        "parent_id": _parent(run),
+        "parent_id": tags.get(PARENT_RUN),
         "trial": tags.get("dpexp.config_hash"),
         "name": run.info.run_name or run.info.run_id,
         "start": run.info.start_time,

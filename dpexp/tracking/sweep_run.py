@@ -46,7 +46,8 @@ class SweepRun:
         self._uri, self._file = cfg.tracking.uri, folder / SWEEP
         self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
         end_dead_runs(self._client, self._experiment)
-        self.facts = facts | {"key": key} | self._earlier_facts()
+        earlier = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.facts: dict[str, Any] = facts | {"key": key} | earlier
         if self.facts["key"] != key:
             raise ConfigError(f"{folder} holds another sweep, or its configuration has changed; name another folder.")
         self.resumed = "run_id" in self.facts
@@ -65,13 +66,6 @@ class SweepRun:
             self._client.set_tag(self.run_id, tag, value)
         set_view(self._client, self._experiment)
         os.environ[PARENT] = self.run_id
-
-    def _earlier_facts(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads(self._file.read_text())
-        except FileNotFoundError:
-            return {}
-        return found
 
     def remember(self, facts: dict[str, Any]) -> None:
         """Stores facts for the next start of the same sweep."""

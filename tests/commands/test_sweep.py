@@ -98,7 +98,7 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store):
     lines = re.findall(r"^\[.*", printed, re.M)
     for number, line in enumerate(lines, 1):
         place = rf"\[{number}/4\] privacy\.noise_multiplier={2 if number < 3 else 4} seed={(number - 1) % 2}"
-        assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · \d+ s", line), line
+        assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · 0:00:\d\d", line), line
     assert len(lines) == 4
 
 

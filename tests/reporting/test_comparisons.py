@@ -42,7 +42,7 @@ def test_configurations_are_means_over_seeds_of_what_finished():
             )
         )
     )
-    assert by == ["optimizer.lr"] and points["label"].tolist() == ["lr=0.1", "lr=2", "lr=10"], "numbers by size"
+    assert by == ["optimizer.lr"] and points["optimizer.lr"].tolist() == ["0.1", "2", "10"], "numbers by size"
     assert points["epsilon"].tolist() == pytest.approx([2.001, 8.0, 2.0]), "a claim is no mean"
     assert points["test_accuracy"].tolist() == pytest.approx([0.85, 0.5, 0.7])
     assert points["spread"].tolist()[:2] == pytest.approx([0.1 / math.sqrt(2), 0.2 / math.sqrt(2)])
@@ -57,7 +57,7 @@ def test_no_two_configurations_have_the_same_label():
     points, by = configurations(finished(frame))
     assert by == ["group", "privacy.epsilon", "optimizer.lr", "sampling.epochs"], "group._target_ follows from group"
     assert points["label"].nunique() == len(points) == 16
-    assert "group=flat · target ε=3 · lr=0.1 · epochs=5" in set(points["label"])
+    assert "group=flat · privacy.epsilon=3 · optimizer.lr=0.1 · sampling.epochs=5" in set(points["label"])
 
 
 RANDOM = np.random.default_rng(1)
@@ -74,8 +74,8 @@ def test_ties_are_those_of_tukeys_test(samples):
     found = best(points)
     top = int(np.argmax([np.mean(sample) for sample in samples]))
     values = stats.tukey_hsd(*samples).pvalue[top]
-    assert found.row["label"] == f"lr={top + 1}" and found.others == len(samples) - 1
-    assert set(found.tied) == {f"lr={k + 1}" for k, p in enumerate(values) if k != top and p >= 0.05}
+    assert found.row["label"] == f"optimizer.lr={top + 1}" and found.others == len(samples) - 1
+    assert set(found.tied) == {f"optimizer.lr={k + 1}" for k, p in enumerate(values) if k != top and p >= 0.05}
     assert 0 < len(found.tied) < found.others
     low, _ = stats.t.interval(0.95, len(samples[top]) - 1, np.mean(samples[top]), stats.sem(samples[top]))
     assert np.mean(samples[top]) - found.margin == pytest.approx(low)
@@ -97,7 +97,8 @@ def test_ties_are_those_of_tukeys_test(samples):
 def test_chance_alone_makes_no_best(accuracies, said):
     found = best_of_trials(scored(accuracies))[""]
     others = len(accuracies) - 1
-    assert str(found) == f"lr=1 ({said}; significantly above 0 of {others} others)" and len(found.tied) == others
+    assert str(found) == f"optimizer.lr=1 ({said}; significantly above 0 of {others} others)"
+    assert len(found.tied) == others
 
 
 def test_draws_of_private_selection_are_not_averaged():
@@ -108,7 +109,7 @@ def test_draws_of_private_selection_are_not_averaged():
     read = [_configuration({"optimizer.lr": str(lr), "seed": "0", "draw": str(k)}) for lr, k in accuracies]
     frame = trials(*({"test_accuracy": a} for a in accuracies.values())).assign(configuration=read)
     found = best_of_trials(frame)[""]
-    assert str(found).startswith("lr=0.4 · draw=1 (1 run") and found.row["test_accuracy"] == 0.9
+    assert str(found).startswith("optimizer.lr=0.4 · draw=1 (1 run") and found.row["test_accuracy"] == 0.9
     assert swept_numbers(frame) == []
 
 
@@ -147,4 +148,4 @@ def test_the_best_is_private_unless_nothing_is():
     assert best_of_trials(trials(*twins))[""].row["test_accuracy"] == pytest.approx(0.975)
     assert best_of_trials(trials({"status": "FAILED"})) == {}
     (top,) = best_baselines(frame).values()
-    assert top.row["test_accuracy"] == pytest.approx(0.975) and top.row["label"] == "lr=2" and top.others == 1
+    assert top.row["test_accuracy"] == pytest.approx(0.975) and top.row["label"] == "optimizer.lr=2" and top.others == 1

@@ -57,10 +57,8 @@ def formats(tree):
                 if not isinstance(part, ast.FormattedValue) or called(part.value) in ("up", "down"):
                     continue
                 after = isinstance(before, ast.Constant) and BEFORE.search(before.value)
-                formatted = bool(part.format_spec)
-                if (after and (formatted or not isinstance(part.value, ast.Name))) or (
-                    formatted and claims(part.value)
-                ):
+                spec = part.format_spec
+                if (after and (spec or not isinstance(part.value, ast.Name))) or (spec and claims(part.value)):
                     yield part.lineno
             continue
         formatted = isinstance(node, ast.BinOp) and isinstance(getattr(node.left, "value", None), str)
