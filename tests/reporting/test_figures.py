@@ -216,17 +216,13 @@ def test_a_figure_has_a_title_and_understates_no_epsilon(name):
     assert not understated(figure, claim)
 
 
-def test_an_audit_prints_the_jobs_claim_first(capsys):
+def test_an_audit_tells_the_jobs_claim_first_and_its_lower_bound_is_one(capsys):
     """It used to print 7.153 of the attacked rounds and 2.999 of the job as two claims."""
-    found = audited()
-    print_audit(found, 2.99849, 1e-5)
+    print_audit(audited(), 2.99849, 1e-5)
     printed = " ".join(capsys.readouterr().out.split())
-    attacked = found.bounds[0].claimed
+    attacked = up(audited().bounds[0].claimed, 4)
     assert printed.startswith("The job claims ε = 2.999 at δ = 1e-05. Its noise is attacked in rounds of all records, ")
-    assert f"for which ε = {up(attacked, 4)} would be claimed: sampling, which is tested by itself" in printed
-
-
-def test_a_shown_lower_bound_is_one():
+    assert f"for which ε = {attacked} would be claimed: sampling, which is tested by itself" in printed
     found = audited()
     drawn = "".join(texts(audit_figure(found, ledger(2.0, 1.0, 4), "ε = 2.999 at δ = 0.0001")))
     assert "Audit of the job's claim of ε = 2.999 at δ = 0.0001: not refuted" in drawn

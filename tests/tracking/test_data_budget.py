@@ -322,8 +322,13 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     # The second round was written and not finished, so that a resumed job does it again: three more, five in all.
     backup = tmp_path / "backup"
     shutil.copytree(folder, backup)
+    (began,) = store_of(tmp_path).search_runs(["1"])
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
+    (run,) = store_of(tmp_path).search_runs(["1"])
+    may_change = {"dpexp.pid", "dpexp.step", "mlflow.note.content", *(t for t in run.data.tags if "resumed" in t)}
+    changed = {tag for tag, _ in run.data.tags.items() ^ began.data.tags.items()} - may_change
+    assert not changed and run.data.tags["dpexp.resumed.command"] == f"dpexp resume {folder}"
     assert len(read_ledger(folder / RESERVED)) == 5
     (resumed,) = costs_in(uri, "digits")
     assert len(resumed.ledger) == 5 and not resumed.note

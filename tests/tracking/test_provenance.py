@@ -112,38 +112,3 @@ def test_mlflows_own_variable_is_honoured_where_nothing_else_is_given(dpexp_job,
     assert not (tmp_path / "outputs" / "mlflow.db").exists()
     dpexp_job(*QUICK, "train=false", f"tracking.uri=sqlite:///{tmp_path}/given.db")
     assert len(MlflowClient(f"sqlite:///{tmp_path}/given.db").search_runs(["1"])) == 1
-
-
-STOP = """
-from pathlib import Path
-from pytorch_lightning import Callback
-class Once(Callback):
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 4 and not Path("stopped").exists():
-            Path("stopped").touch()
-            raise KeyboardInterrupt
-"""
-
-
-def test_a_resumed_run_keeps_where_it_started_and_says_where_it_went_on(dpexp_job, repository, tmp_path, monkeypatch):
-    (tmp_path / "stop_for_origin.py").write_text(STOP)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("model.py").write_text("width = 2\n")
-    job = ("sampling.steps=9", *QUICK[1:], "+callbacks.stop._target_=stop_for_origin.Once", "hydra.run.dir=outputs/a/b")
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
-        dpexp_job(*job)
-    (first,) = runs(tmp_path)
-    git("commit", "-q", "-a", "-m", "second")
-    Path("model.py").write_text("width = 3\n")
-    dpexp_job("resume", "outputs/a/b")
-    (run_,) = runs(tmp_path)
-    assert run_.info.run_id == first.info.run_id and run_.info.status == "FINISHED"
-    tags, before = run_.data.tags, first.data.tags
-    own = {key: value for key, value in tags.items() if key.startswith("dpexp.resumed.")}
-    may_change = {"dpexp.pid", "dpexp.error", "mlflow.note.content", "mlflow.log-model.history"}
-    assert {key for key in {**tags, **before} if tags.get(key) != before.get(key)} - {*own} <= may_change
-    assert before["dpexp.commit"] == repository and own["dpexp.resumed.commit"] == git("rev-parse", "HEAD")
-    assert (
-        own["dpexp.resumed.command"] == "dpexp resume outputs/a/b" and own["dpexp.resumed.user"] == tags["mlflow.user"]
-    )
-    assert before["dpexp.dirty"] == tags["dpexp.dirty"] == "yes" and own["dpexp.resumed.dirty"] == "yes"
