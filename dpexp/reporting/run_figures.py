@@ -62,14 +62,13 @@ def accountant_label(accountant: str) -> str:
 
 def _first(ledger: Ledger, count: int) -> Ledger:
     """A ledger's first rounds of training, and all releases before them."""
-    rounds = {round_: times for round_, times in ledger.rounds.items() if round_.one_time_query is not None}
+    rounds = {}
     for round_, times in ledger.rounds.items():
-        if round_ in rounds:
-            continue
-        taken = min(times, count)
-        if taken:
-            rounds[round_] = taken
-        count -= taken
+        if round_.one_time_query is None:
+            times = min(times, count)
+            count -= times
+        if times:
+            rounds[round_] = times
     return Ledger(ledger.adjacency, rounds, record=ledger.record)
 
 

@@ -65,6 +65,7 @@ class SweepRun:
         for tag, value in now.items():
             self._client.set_tag(self.run_id, tag, value)
         set_view(self._client, self._experiment)
+        self.address = address(self._uri, self._experiment)
         os.environ[PARENT] = self.run_id
 
     def remember(self, facts: dict[str, Any]) -> None:
@@ -165,7 +166,3 @@ class SweepRun:
         self._client.delete_run(self.run_id)
         self._file.unlink()
         os.environ.pop(PARENT, None)
-
-    @property
-    def address(self) -> str:
-        return address(self._uri, self._experiment)
