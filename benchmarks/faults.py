@@ -50,6 +50,7 @@ NOISE, ENGINE, SAMPLING = "privacy/noise/continuous.py", "privacy/round.py", "pr
 MECHANISM, PLAN, TRAINING = "privacy/mechanism.py", "privacy/plan/plan.py", "privacy/training.py"
 ROUNDING, WRITING, EVENTS = "privacy/gradients/norms.py", "accounting/ledger/writer.py", "accounting/ledger/events.py"
 PREPARING, CLAIMS = "privacy/preprocessing.py", "accounting/releases.py"
+COSTS, ADMISSION = "tracking/run_costs.py", "tracking/data_budget.py"
 TRACE, COPY, FACTORS, LIFTED, LAYERS, GRAPH, GRAPHS, STEP, ALONE, RECURRENT, COMPILED = (
     f"privacy/gradients/{name}.py"
     for name in ("one_record", "module_copy", "factors", "lifted", "layer_gradients", "graph", "graphs", "step",
@@ -318,6 +319,23 @@ FAULTS = [
           "return np.min([run_rdp", "sweep -k worst_case"),
     fault("calibration stops above the target", "accounting/calibration.py", "<= cost <= self._target:",
           "<= cost <= self._target * 1.01:", "calibration -k knob"),
+    # The budget of a data set
+    fault("a budget does not count the round of a kill", COSTS, "Counter(ledger.rounds) + Counter(left)",
+          "Counter(ledger.rounds)", "run_costs -k killed"),
+    fault("a budget counts what a running job has done", COSTS, "    if running:", "    if not known:",
+          "run_costs -k running"),
+    fault("a budget counts a ledger that lost its end", COSTS, "ledger.incomplete and ended_itself",
+          "ended_itself and not known", "run_costs -k lost"),
+    fault("a budget gets back the rest of a whole plan", COSTS, "not known.budget.holds(", "known.budget.holds(",
+          "data_budget -k gives_nothing"),
+    fault("a budget counts an old copy of a folder", COSTS, 'tags.get("dpexp.host") != HOST or', "",
+          "run_costs -k machine"),
+    fault("a budget forgets the runs before", ADMISSION, "kept.holds(used.spent + cost)", "kept.holds(cost)",
+          "data_budget -k second"),
+    fault("a budget takes a whole plan after a result", ADMISSION, "elif not released:", "else:",
+          "data_budget -k who_runs"),
+    fault("a budget lets two jobs in at once", ADMISSION, "locked(lock_of(cfg.tracking.uri, cfg.data.id), _PATIENCE)",
+          'locked(output / "lock", _PATIENCE)', "data_budget -k race"),
 ]  # fmt: skip
 
 

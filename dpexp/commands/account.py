@@ -204,7 +204,6 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         if cost.not_private_reason:
             reason = escape(cost.not_private_reason)
             console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
-    run_costs.check_same_adjacency(costs, cfg.data.id)
     known = [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
     unknown = sum(cost.ledger is None or cost.not_private_reason is not None for cost in costs)
     composed = epsilon(concatenate(known), at, cfg.accountant) if known else 0.0

@@ -102,7 +102,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         finished = next((one for one in results if one and one[CONFIGURATION] == configuration), None)
         if finished is not None:
             processes.broadcast()
-            terminal.print_skipped(trial or str(output))
+            terminal.print_line(trial or str(output), "finished before")
             return objective(cfg, finished)
         output = _unused(output)
         if (output / CHECKPOINT).exists():

@@ -14,10 +14,6 @@ from dpexp.accounting.rounding import up
 CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
 EPSILON, DELTA, Z = "privacy.epsilon", "privacy.delta", "privacy.noise_multiplier"
 DRAW = "draw"  # number of a draw of private selection; the last column
-_NAMES = {EPSILON: "target ε", Z: "z", DELTA: "δ"}
-# Keys that follow from a choice
-_IMPLIED = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")
-_SECTIONS = ("optimizer.", "sampling.", "privacy.")  # omitted from names
 _UNSET = "not set"
 WITHOUT_PRIVACY = "no: trained without privacy"
 CONFIDENCE = 0.95
@@ -67,21 +63,10 @@ def distinguishing(table: DataFrame, first: Sequence[str] = ()) -> list[str]:
 
 
 def labels(table: DataFrame, by: Sequence[str]) -> list[str]:
-    """A label for each row, such as `group=flat · lr=0.1`."""
-    names = short_names(by)
+    """A label for each row, such as `group=flat · optimizer.lr=0.1`."""
+    names = {key: key.removesuffix("._target_") for key in by}
     shown = {key: _shown(key, table[key].unique()) for key in by}
     return [" · ".join(f"{names[key]}={shown[key][row[key]]}" for key in by) for _, row in table.iterrows()]
-
-
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Names without section, as `lr` for `optimizer.lr`, where they are unambiguous among the keys."""
-    short = {key: _NAMES.get(key, key.removesuffix("._target_").removeprefix(_section(key))) for key in keys}
-    names = list(short.values())
-    return {key: name if names.count(name) == 1 else key for key, name in short.items()}
-
-
-def _section(key: str) -> str:
-    return next((section for section in _SECTIONS if key.startswith(section)), "")
 
 
 def _shown(key: str, values: Iterable[str]) -> dict[str, str]:
@@ -91,13 +76,6 @@ def _shown(key: str, values: Iterable[str]) -> dict[str, str]:
     claim = key in (EPSILON, DELTA)
     short = full | {value: up(found, 3) if claim else f"{found:.3g}" for value, found in fractions.items()}
     return short if len({*short.values()}) == len(full) else full
-
-
-def following(trials: DataFrame, varied: Sequence[str]) -> list[str]:
-    """The settings that differ too, but follow from those that are `varied`."""
-    table = settings(trials)
-    implied = [key for key in table if key.partition(".")[0] in CHOICES and key.partition(".")[2] in _IMPLIED]
-    return [key for key in table if table[key].nunique() > 1 and key not in (*varied, *implied)]
 
 
 def finished(trials: DataFrame) -> DataFrame:
@@ -114,9 +92,9 @@ def finished(trials: DataFrame) -> DataFrame:
         for spent, target in zip(found["epsilon"], targets(found), strict=True)
     ]
     costs = Series([f"ε = {level}" for level in levels], index=found.index, dtype=object)
-    for key in ("delta", "adjacency", "privacy_unit"):
+    for key, name in (("delta", "δ"), ("adjacency", "adjacency"), ("privacy_unit", "privacy_unit")):
         if found[key].nunique(dropna=False) > 1:
-            costs += f", {_NAMES.get(f'privacy.{key}', key)} = " + found[key].astype(str)
+            costs += f", {name} = " + found[key].astype(str)
     return found.assign(level=levels, cost=costs)
 
 
@@ -155,18 +133,8 @@ class Best:
         """The number of runs, the confidence interval, and the comparison with the others."""
         runs = "1 run" if self.row["runs"] == 1 else f"mean of {self.row['runs']} runs"
         interval = "no interval" if math.isnan(self.margin) else f"95 % interval ± {self.margin:.2%}"
-        return "; ".join(filter(None, (f"{runs}, {interval}", self._standing)))
-
-    @property
-    def _standing(self) -> str:
-        if not self.others:
-            return ""
-        every = "the only other" if self.others == 1 else f"all {self.others} others"
-        if not self.tied:
-            return f"significantly above {every}"
-        if len(self.tied) < self.others:
-            return f"not significantly above {len(self.tied)} of {self.others} others"
-        return f"not significantly above {every.replace('all', 'any of')}"
+        above = f"; significantly above {self.others - len(self.tied)} of {self.others} others" if self.others else ""
+        return f"{runs}, {interval}{above}"
 
 
 def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFrame, list[str]]:

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from shlex import quote
 from typing import Any
 
-from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.terminal import RECALL, before_training, neighbours
-from dpexp.reporting.wording import gaussian, max_tpr
+from dpexp.reporting.terminal import RECALL, before_training, measured, neighbours
+from dpexp.reporting.wording import in_words
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
@@ -47,7 +46,7 @@ def card(
         lines += [f"**ε = {up(spent, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.{together}", ""]
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]
-        lines += [f"| {_named(name, result)} | {_measured(name, metrics[name])} |" for name in sorted(metrics)]
+        lines += [f"| {_named(name, result)} | {measured(name, metrics[name])} |" for name in sorted(metrics)]
         lines.append("")
     if plan is not None and "epsilon" in result:
         lines += _guarantee(names, result, plan)
@@ -67,24 +66,16 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines += ["| accountant | ε |", "|---|---|"]
     lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
-    risk = result["risk"]
-    lines += [f"No test for whether a {plan.privacy_unit} was among the data does better than this:", ""]
-    lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
-    lines += [
-        f"| 1 in {1 / fpr:.0f} of those who were not there | {max_tpr(risk, fpr)} of those who were |"
-        for fpr in FALSE_POSITIVES
-    ]
-    lines += ["", f"Its advantage, TPR - FPR, is at most {up(risk['advantage'], 4)}, however often it is wrong."]
-    if "mu" in risk:
-        lines.append(f"As {gaussian(risk)}.")
-    lines.append("")
+    lines += [f"In words: {in_words(result['risk'], str(plan.privacy_unit))}.", ""]
     stages = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
     q = _range((now.sampling.q for now in stages), 5)
+    coefficients = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
+    correlated = f"noise correlated over b = {len(plan.bands)} rounds, c = ({coefficients}), " if plan.bands[1:] else ""
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
     lines += [
         f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
         f"{plan.privacy_unit.plural}; "
-        + _correlated(plan)
+        + correlated
         + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
         + f"noise multiplier z = {_range(now.noise_multiplier for now in stages)}"
         f"{schedule}.", "",
@@ -107,17 +98,6 @@ def _named(name: str, result: Mapping[str, Any]) -> str:
     """A metric's name; of a recall, with the name of its class."""
     classes, k = result.get("class_names"), name.removeprefix(RECALL)
     return f"{name} ({classes[int(k)]})" if classes and k.isdecimal() else name
-
-
-def _measured(name: str, value: float) -> str:
-    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
-
-
-def _correlated(plan: PrivacyPlan) -> str:
-    if len(plan.bands) == 1:
-        return ""
-    shown = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
-    return f"noise correlated over b = {len(plan.bands)} rounds, c = ({shown}), "
 
 
 def _range(values: Iterable[float], digits: int = 4) -> str:

@@ -21,9 +21,12 @@ _MAX_PANELS = 8
 
 
 def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:
-    """ε against rounds, one line per accountant. Equal rounds are counted together."""
+    """ε against rounds, one line per accountant."""
     figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {up(delta, 4)}", title="ε over rounds")
+    # A ledger counts equal rounds, and does not have their order.
+    several = sum(round_.one_time_query is None for round_ in ledger.rounds) > 1
+    label = "round, equal rounds together" if several else "round"
+    axes = figure.add_subplot(xlabel=label, ylabel=f"ε at δ = {up(delta, 4)}", title="ε over rounds")
     total = ledger.training_rounds
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)}) if total else []
     curves = {name: [epsilon(_first(ledger, mark), delta, name) for mark in marks] for name in accountants}
@@ -35,12 +38,6 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     return figure
-
-
-def _rounds(ledgers: Sequence[Ledger]) -> str:
-    """The label of an axis of rounds: a ledger counts equal rounds, and does not have their order."""
-    several = any(sum(round_.one_time_query is None for round_ in ledger.rounds) > 1 for ledger in ledgers)
-    return "round, equal rounds together" if several else "round"
 
 
 def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
@@ -65,14 +62,13 @@ def accountant_label(accountant: str) -> str:
 
 def _first(ledger: Ledger, count: int) -> Ledger:
     """A ledger's first rounds of training, and all releases before them."""
-    rounds = {round_: times for round_, times in ledger.rounds.items() if round_.one_time_query is not None}
+    rounds = {}
     for round_, times in ledger.rounds.items():
-        if round_ in rounds:
-            continue
-        taken = min(times, count)
-        if taken:
-            rounds[round_] = taken
-        count -= taken
+        if round_.one_time_query is None:
+            times = min(times, count)
+            count -= times
+        if times:
+            rounds[round_] = times
     return Ledger(ledger.adjacency, rounds, record=ledger.record)
 
 

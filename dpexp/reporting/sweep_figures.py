@@ -21,10 +21,8 @@ from dpexp.reporting.comparisons import (
     best_baselines,
     configurations,
     finished,
-    following,
     labels,
     number,
-    short_names,
     targets,
     trained,
 )
@@ -56,7 +54,7 @@ def curves(trials: DataFrame, x: str, y: str) -> Figure:
     lines = [key for key in by if key != along]
     points = points.assign(line=labels(points, lines))
     if (count := points["line"].nunique()) > LINES:
-        raise NotDrawn(f"{', '.join(short_names(lines).values())} make {count} lines; compare in MLflow.")
+        raise NotDrawn(f"{', '.join(lines)} make {count} lines; compare in MLflow.")
     is_number = x == "epsilon" or x in numbers
     points = points.assign(x=to_numeric(points[x]) if is_number else points[x].factorize()[0])
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -74,10 +72,8 @@ def curves(trials: DataFrame, x: str, y: str) -> Figure:
         axes.axhline(top.row["test_accuracy"], label=label, color="black", linestyle=":")
     knob = " or ".join(sorted(points["knob"].unique()))
     of = {"epsilon": "ε", "test_accuracy": "test accuracy", "knob_value": f"{knob} needed"}[y]
-    by_x = short_names([x])[x] if x != "epsilon" else "the ε spent during training" if ROUND in by else "ε"
-    with_it = following(runs, by) if along == x else [] if along in (None, EPSILON, ROUND) else [along]
-    too = ", ".join(short_names(with_it).values())
-    axes.set(xlabel=by_x + (f" (with it changes {too})" if too else ""), ylabel=of)
+    by_x = x if x != "epsilon" else "the ε spent during training" if ROUND in by else "ε"
+    axes.set(xlabel=by_x, ylabel=of)
     axes.grid(alpha=0.3)
     if is_number:
         _ticks(axes, points["x"].unique().tolist(), claim=x in ("epsilon", EPSILON))
@@ -88,8 +84,9 @@ def curves(trials: DataFrame, x: str, y: str) -> Figure:
     )
     where = [points[key].iloc[0] for key in ("data", "model") if points[key].nunique() == 1]
     figure.suptitle(f"{of} by {by_x}: {', '.join(where) or 'all trials'}")
-    if axes.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    if shown := axes.get_legend_handles_labels()[1]:
+        columns = 2 if max(map(len, shown)) < 50 else 1
+        figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     return figure
 
 

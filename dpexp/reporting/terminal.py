@@ -1,12 +1,9 @@
 """Terminal output: the plan, progress, results."""
 
 import itertools
-import json
-import math
 import resource
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -149,20 +146,17 @@ class RoundBar(pl.callbacks.ProgressBar):
         self._progress: Progress | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        place = [TextColumn(escape(self._place))] if self._place else []
         self._progress = Progress(
-            *place,
-            TextColumn("round {task.completed}/{task.total}"),
+            TextColumn("{task.description}round {task.completed}/{task.total}"),
             BarColumn(),
-            TextColumn("{task.fields[epsilon]}"),
-            TextColumn("{task.fields[released]}"),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[shown]}"),
             TimeRemainingColumn(),
             console=console,
             transient=self._place is not None,
             disable=self._place is not None and not console.is_terminal,
         )
-        self._task = self._progress.add_task("training", total=self._rounds, epsilon="", released="", rate="")
+        place = f"{escape(self._place)} " if self._place else ""
+        self._task = self._progress.add_task(place, total=self._rounds, shown="")
         self._progress.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -173,13 +167,12 @@ class RoundBar(pl.callbacks.ProgressBar):
             _print(f"The step is {self._privacy.compiling}.")
         readings = self._privacy.readings if self._privacy else None
         spent = f"ε ≤ {up(readings.at_most, 4)}" if readings else "" if self._privacy else "not private"
-        self._progress.update(
-            self._task,
-            completed=trainer.global_step,
-            epsilon=self.purpose or spent,
-            released=", ".join(_released(self._privacy.estimates)) if self._privacy and not self.purpose else "",
-            rate=f"{task.speed:.1f} rounds/s" if task.speed else "",
-        )
+        shown = [self.purpose or spent]
+        if self._privacy and not self.purpose:
+            shown.append(", ".join(_released(self._privacy.estimates)))
+        if task.speed:
+            shown.append(f"{task.speed:.1f} rounds/s")
+        self._progress.update(self._task, completed=trainer.global_step, shown=" ".join(filter(None, shown)))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
@@ -224,11 +217,6 @@ def print_interrupted(plan: PrivacyPlan | None, output: Path, delta: float, acco
         console.print("[bold red]It has no closing line[/], so it reads as one that ends early.")
 
 
-def print_skipped(place: str) -> None:
-    """Prints that a trial of a resumed sweep had finished before."""
-    _print_line(place, "finished before")
-
-
 def print_trial(place: str, result: dict[str, Any]) -> None:
     """Prints one line with a trial's cost and result."""
     metrics, calibration = result["metrics"], result.get("calibration")
@@ -241,23 +229,18 @@ def print_trial(place: str, result: dict[str, Any]) -> None:
         facts.append(f"{calibration['knob']} {calibration['value']:.4g}")
     if "test_accuracy" in metrics:
         facts.append(f"{metrics['test_accuracy']:.1%}")
-    facts.append(_duration(result["seconds"]))
-    _print_line(place, *facts)
+    facts.append(str(timedelta(seconds=round(result["seconds"]))))
+    print_line(place, *facts)
 
 
 def print_failed_trial(place: str, error: str) -> None:
     """Prints one line with a trial's error."""
-    _print_line(place, f"[bold red]FAILED[/]: {escape(error)}")
+    print_line(place, f"[bold red]FAILED[/]: {escape(error)}")
 
 
-def _print_line(place: str, *facts: str) -> None:
+def print_line(place: str, *facts: str) -> None:
+    """Prints facts on a trial in one line."""
     console.print(" · ".join([escape(place), *facts]), highlight=False, soft_wrap=True)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str, output: Path) -> None:
@@ -379,10 +362,9 @@ def _marked(value: str, refuted: bool) -> str:
 def print_metrics(metrics: dict[str, float]) -> None:
     """Prints metrics of the test set."""
     for name, value in metrics.items():
-        console.print(f"{name}: {value:.2%}" if name.endswith("accuracy") else f"{name}: {value:.4g}")
+        console.print(f"{name}: {measured(name, value)}")
 
 
-def plan_json(plan: PrivacyPlan) -> str:
-    """The plan as JSON, z included."""
-    z = plan.noise_multiplier
-    return json.dumps(asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}, indent=2)
+def measured(name: str, value: float) -> str:
+    """A metric's value; accuracies in percent."""
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"

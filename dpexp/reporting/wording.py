@@ -14,17 +14,7 @@ def in_words(risk: Mapping[str, float], unit: str = "record") -> str:
         risk: as `Risk.figures` returns it.
         unit: the privacy unit.
     """
-    rates = " and ".join(f"{max_tpr(risk, fpr)} at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
+    rates = " and ".join(f"{up(100 * risk[tpr_at(fpr)], 3)} % at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
     limit = f"TPR - FPR above {up(risk['advantage'], 4)}, or finds more members than {rates}"
-    line = f"no test for one {unit} has {limit}"
-    return line + (f"; {gaussian(risk)}" if "mu" in risk else "")
-
-
-def max_tpr(risk: Mapping[str, float], fpr: float) -> str:
-    """The highest true positive rate of a membership test at a false positive rate, in percent."""
-    return f"{up(100 * risk[tpr_at(fpr)], 3)} %"
-
-
-def gaussian(risk: Mapping[str, float]) -> str:
-    """The μ of Gaussian DP, with the tolerance of `gaussian_bound`."""
-    return f"Gaussian DP with μ = {up(risk['mu'], 4)}, up to a probability of {TAIL:g}"
+    gaussian = f"; Gaussian DP with μ = {up(risk['mu'], 4)}, up to a probability of {TAIL:g}" if "mu" in risk else ""
+    return f"no test for one {unit} has {limit}{gaussian}"

@@ -7,19 +7,19 @@ import sqlite3
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from shlex import quote
-from typing import TypeVar
 
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
+from mlflow.utils import chunk_list
 
 from dpexp.errors import ConfigError, is_own, place_of
 from dpexp.tracking.job_folder import finished_result
@@ -35,15 +35,8 @@ OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
 SEND_INTERVAL = 2.0  # seconds between requests with metrics
 _PATIENCE = 120  # seconds for other processes that open the same database
-_OWN_PACKAGES = (  # their messages quote no record
-    "dpexp",
-    "hydra",
-    "omegaconf",
-    "mlflow",
-    "pytorch_lightning",
-    "lightning",
-)
-Item = TypeVar("Item")
+# Their messages quote no record
+_OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
 
 
 def constants(values: Mapping[str, float]) -> dict[str, float]:
@@ -88,7 +81,7 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")
     try:
-        with _creation_lock(uri):
+        with _created_alone(uri):
             client = MlflowClient(tracking_uri=uri)
             found = client.get_experiment_by_name(experiment)
             return client, found.experiment_id if found else client.create_experiment(experiment, artifacts)
@@ -96,18 +89,29 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
         raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
 
 
+def database(uri: str) -> Path | None:
+    """The file of an SQLite store; None for other stores."""
+    scheme, _, path = uri.partition("?")[0].partition(":///")
+    return Path(path).resolve() if path and scheme.partition("+")[0] == "sqlite" else None
+
+
 @contextmanager
-def _creation_lock(uri: str) -> Iterator[None]:
+def locked(path: Path, patience: float) -> Iterator[None]:
+    """Holds a lock, for which it waits for at most `patience` seconds; a failure is an OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()  # where that fails, FileLock would try for ever
+    with FileLock(path, timeout=patience):
+        yield
+
+
+@contextmanager
+def _created_alone(uri: str) -> Iterator[None]:
     """Lets one process at a time create an SQLite store, in WAL mode: readers and writers do not block each other."""
-    if not uri.startswith("sqlite:///"):
+    if (file := database(uri)) is None:
         yield
         return
-    database = Path(uri.removeprefix("sqlite:///"))
-    database.parent.mkdir(parents=True, exist_ok=True)
-    lock = database.with_suffix(".lock")
-    lock.touch()  # where that fails, FileLock would try for ever
-    with FileLock(lock, timeout=_PATIENCE):
-        with closing(sqlite3.connect(database)) as connection:
+    with locked(file.with_suffix(".lock"), _PATIENCE):
+        with closing(sqlite3.connect(file)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
         yield
 
@@ -161,7 +165,7 @@ class Sender:
             self._send_metrics()
 
     def params(self, values: Mapping[str, str]) -> None:
-        for some in batched([Param(key, value) for key, value in values.items()], MAX_PARAMS):
+        for some in chunk_list([Param(key, value) for key, value in values.items()], MAX_PARAMS):
             self._send(self._client.log_batch, params=some)
 
     def tags(self, values: Mapping[str, str]) -> None:
@@ -184,7 +188,7 @@ class Sender:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _send_metrics(self) -> None:
-        for some in batched(self._metrics, MAX_METRICS):
+        for some in chunk_list(self._metrics, MAX_METRICS):
             self._send(self._client.log_batch, metrics=some)
         self._metrics = []
 
@@ -196,11 +200,6 @@ class Sender:
             call(self._run_id, *values, **named)
         except Exception as error:
             self.missed = self.missed or one_line(error)
-
-
-def batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """Consecutive items, as many at a time as one request can take."""
-    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 # The columns of the list of runs. MLflow keeps such views in undocumented tags of the experiment.

@@ -18,47 +18,43 @@ import json
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from getpass import getuser
 from pathlib import Path
 from shlex import quote
 
-from filelock import FileLock, Timeout
 from mlflow import MlflowClient
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.markup import escape
-from sqlalchemy import make_url
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, ledger_so_far
+from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import OUTPUT
-from dpexp.tracking.job_folder import RESERVED, RUN
-from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, check_same_adjacency, cost_of_run, reserve, runs_on
+from dpexp.tracking.client import database, locked
+from dpexp.tracking.job_folder import RESERVED
+from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, cost_of_run, is_run_of, reserve, runs_on
 
 console = Console()
 
 _PATIENCE = 600  # seconds for other jobs that hold the lock
 
 
-def budget_of(cfg: DictConfig) -> Budget | None:
-    """`privacy.budget`."""
-    if cfg.privacy.budget is None:
-        return None
-    return budget(OmegaConf.to_container(cfg.privacy.budget, resolve=True))
+def _budget_of(cfg: DictConfig) -> Budget | None:
+    given = cfg.privacy.budget
+    return None if given is None else budget(OmegaConf.to_container(given, resolve=True))
 
 
 def data_tags(cfg: DictConfig) -> dict[str, str]:
     """Tags of a run on a named data set; none if the run only plans, which costs nothing."""
     if cfg.data.id is None or not cfg.train:
         return {}
-    kept = budget_of(cfg)
+    kept = _budget_of(cfg)
     return {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
 
 
@@ -72,36 +68,26 @@ def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output:
     if cfg.data.id is None:
         yield
         return
-    kept = budget_of(cfg)
-    with _lock(cfg):
-        if kept is not None and plan is not None:
-            _refuse_overdraft(cfg, client, kept, plan, output)
+    kept = _budget_of(cfg)
+    with locked(lock_of(cfg.tracking.uri, cfg.data.id), _PATIENCE):
+        if plan is not None and kept is not None:
+            _admit(cfg, client, kept, plan, output)
         if plan is not None and cfg.train:
             reserve(output, plan)
         yield
 
 
-@contextmanager
-def _lock(cfg: DictConfig) -> Iterator[None]:
-    """A lock beside a store that is a file; one for all other stores of a user, which may have several addresses."""
-    uri = make_url(cfg.tracking.uri) if "sqlite" in cfg.tracking.uri.partition(":")[0] else None
-    base = Path(uri.database if uri and uri.database else Path(tempfile.gettempdir()) / f"dpexp-{getuser()}").resolve()
-    name = hashlib.sha256(cfg.data.id.encode()).hexdigest()[:16]
-    path = base.with_name(f"{base.stem}.{name}.budget.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # where that fails, FileLock would try for ever
-        with FileLock(path, timeout=_PATIENCE):
-            yield
-    except Timeout as error:
-        raise ConfigError(f"privacy.budget: {path} has been held by another job for {_PATIENCE} s.") from error
+def lock_of(uri: str, data_id: str) -> Path:
+    """A file beside a store that is a file; one for all other stores of a user, which may have several addresses."""
+    base = database(uri) or Path(tempfile.gettempdir()) / f"dpexp-{getuser()}"
+    return base.with_name(f"{base.stem}.{hashlib.sha256(data_id.encode()).hexdigest()[:16]}.budget.lock")
 
 
-def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, output: Path) -> None:
-    data_id = cfg.data.id
-    found, resumes = runs_on(client, cfg.tracking.uri, data_id), cfg.checkpoint.resume
-    others = [run for run in found if not (resumes and _is_own(run.info.run_id, run.data.tags, output))]
-    costs = [cost_of_run(client, run) for run in others]
+def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, output: Path) -> None:
+    """Says which rule admits a job, or refuses it."""
+    data_id, resumes = cfg.data.id, cfg.checkpoint.resume
+    found = runs_on(client, cfg.tracking.uri, data_id)
+    costs = [cost_of_run(client, run) for run in found if not (resumes and is_run_of(run, output))]
     for other in costs:
         if other.budget is not None and other.budget != kept:
             raise ConfigError(
@@ -113,35 +99,31 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, plan:
     for run_cost in costs:
         if run_cost.ledger_missing:
             warnings.warn(f"data.id={data_id}: of the run {run_cost.name}, {run_cost.note}")
-    check_same_adjacency([*costs, RunCost("this job", "", "", "", plan, "")], data_id)
+    released = [cost.ledger for cost in costs if cost.ledger is not None and cost.has_released]
+    check_same([*released, plan], f"data.id={data_id}: runs", "composed")
     cost = rho(plan, kept.order)
-    shown, worth = escape(data_id), f"ε = {up(kept.gaussian(cost), 3)}"
-    admitted = ledger_so_far(output / RESERVED) if resumes else plan
-    by_whole_plan = not kept.holds(rho(admitted, kept.order))
-    if not by_whole_plan and kept.holds(used.spent + cost):
-        console.print(
-            f"Budget of {kept} for data.id={shown}: the Rényi filter over all rounds admits this job, whose plan takes "
-            f"{_percent(cost, kept)}; before it, {used.description}.",
-            soft_wrap=True,
-        )
-        return
-    if by_whole_plan and not any(run.has_released for run in costs):
+    worth = f"ε = {up(kept.gaussian(cost), 3)}"
+    first = ledger_so_far(output / RESERVED) if resumes else plan  # which was admitted, or would be
+    admitted = ""
+    if kept.holds(rho(first, kept.order)):
+        if kept.holds(used.spent + cost):
+            admitted = f"the Rényi filter over all rounds admits this job, whose plan takes {_percent(cost, kept)}; "
+            admitted += f"before it, {used.description}."
+    elif not released:
         planned = epsilon(plan, kept.delta)
         worth = f"ε = {up(planned, 4)} by pld"
-        if not _repeats_allowed(admitted, plan):
+        if not _repeats_allowed(first, plan):
             worth += ", with rounds of several types done again, which its whole plan did not have"
         elif planned <= kept.epsilon:
-            console.print(
-                f"Budget of {kept} for data.id={shown}: its whole plan admits this job, with {worth}, since no other "
-                "run has released anything. It gives nothing back if it stops early, and no later run fits.",
-                soft_wrap=True,
-            )
-            return
-    raise ConfigError(
-        f"privacy.budget of {kept} for data.id={data_id}: {used.description}; this job's plan asks for "
-        f"{_percent(cost, kept)} ({worth}), so ask for less, or see "
-        f"python -m dpexp account {quote(f'data.id={data_id}')}."
-    )
+            admitted = f"its whole plan admits this job, with {worth}, since no other run has released anything. It "
+            admitted += "gives nothing back if it stops early, and no later run fits."
+    if not admitted:
+        raise ConfigError(
+            f"privacy.budget of {kept} for data.id={data_id}: {used.description}; this job's plan asks for "
+            f"{_percent(cost, kept)} ({worth}), so ask for less, or see "
+            f"python -m dpexp account {quote(f'data.id={data_id}')}."
+        )
+    console.print(f"Budget of {kept} for data.id={data_id}: {admitted}", soft_wrap=True, markup=False)
 
 
 def _repeats_allowed(admitted: Ledger, plan: Ledger) -> bool:
@@ -184,19 +166,15 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
                 f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {run.name} spent is "
                 f"unknown ({run.note}); bring back its ledger, or begin another data.id and say why."
             )
-    check_same_adjacency(costs, data_id)
-    rhos = []
-    for run in costs:
-        try:
-            rhos.append(rho(run.ledger, kept.order) if run.ledger and run.has_released else 0.0)
-        except ConfigError as error:
-            raise ConfigError(f"data.id={data_id}, run {run.name}: {error}") from error
-    spent = math.fsum(rhos)
-    released = [run for run in costs if run.has_released]
+    released = [(run, run.ledger) for run in costs if run.ledger is not None and run.has_released]
+    check_same([ledger for _, ledger in released], f"data.id={data_id}: runs", "composed")
+    try:
+        spent = math.fsum(rho(ledger, kept.order) for _, ledger in released)
+    except ConfigError as error:
+        raise ConfigError(f"data.id={data_id}: {error}") from error
     whole = None
-    if len(released) == 1 and released[0].budget == kept and not kept.holds(spent):
-        assert released[0].ledger is not None
-        planned = epsilon(released[0].ledger, kept.delta)
+    if len(released) == 1 and released[0][0].budget == kept and not kept.holds(spent):
+        planned = epsilon(released[0][1], kept.delta)
         whole = planned if planned <= kept.epsilon else None
     left = max(0.0, kept.limit - spent)
     description = (
@@ -212,14 +190,3 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
 def _percent(part: float, kept: Budget) -> str:
     percent = 100 * part / kept.limit
     return f"{up(percent, 3) if percent < 999 else math.ceil(percent)} %"
-
-
-def _is_own(run_id: str, tags: Mapping[str, str], output: Path) -> bool:
-    """Whether a run is that of the resumed job in a folder, whose plan contains its ledger."""
-    try:
-        if (output / RUN).read_text() != run_id:
-            return False
-    except OSError:
-        return False
-    folder = Path(tags.get(OUTPUT, output))
-    return not folder.exists() or folder.samefile(output)

@@ -10,16 +10,16 @@ import platform
 import re
 import shlex
 import socket
-from collections.abc import Iterator, Sequence, Set
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence, Set
+from importlib.metadata import version
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
+from dpexp import __version__
 from dpexp.config import COMMAND, not_private_reason
 from dpexp.privacy.plan.plan import PrivacyPlan
 
@@ -32,8 +32,6 @@ _SHARED = ("data", "model", "experiment", "train")
 _SHORT = {"privacy.epsilon": "ε", "privacy.delta": "δ", "privacy.noise_multiplier": "z"}
 _NOT_IN_NAMES = ("sweep=", "tracking", "hydra", "checkpoint", "data.id", "privacy.budget")
 _NOT_IN_HASH = ("tracking", "rounds", "checkpoint", "register", "verbose")  # cannot change the result
-_SETS_ALL_SECTIONS = ("experiment", "sweep")  # groups whose options set keys of every section
-_SET_BY_TRIAL = ("hydra", "rounds", "checkpoint")  # sections that each trial fills in itself
 HOST = socket.gethostname()
 
 
@@ -106,20 +104,15 @@ def choices() -> dict[str, str]:
     return dict(HydraConfig.get().runtime.choices)
 
 
-def params(values: Any) -> dict[str, str]:
+def params(node: Any, prefix: str = "") -> dict[str, str]:
     """What a configuration sets, as MLflow's parameters, without passwords."""
-    flat = {key: value for key, value in _flatten(values).items() if value is not None}
-    return {valid_name(key): without_passwords(str(value))[:_MAX_PARAM] for key, value in flat.items()}
-
-
-def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(node, dict) or not node:
-        return {prefix: json.dumps(node) if isinstance(node, list | dict) else node}
-    return {
-        key: value
-        for name, child in node.items()
-        for key, value in _flatten(child, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
+    if isinstance(node, dict) and node:
+        dot = f"{prefix}." if prefix else ""
+        return {key: value for name, child in node.items() for key, value in params(child, f"{dot}{name}").items()}
+    if node is None:
+        return {}
+    text = json.dumps(node) if isinstance(node, list | dict) else str(node)
+    return {valid_name(prefix): without_passwords(text)[:_MAX_PARAM]}
 
 
 def valid_name(name: str) -> str:
@@ -134,46 +127,16 @@ def swept_keys(overrides: Sequence[str], sweeper: DictConfig) -> set[str]:
     return swept | {str(key).lstrip("+~") for key in sweeper.get("params") or {}}
 
 
-def shared_values(cfg: DictConfig) -> dict[str, Any]:
-    """The values that all trials of a sweep share, by key.
-
-    Left out are the swept keys, the groups whose option is swept, and whatever is interpolated from them.
-    """
-    swept = swept_keys([str(override) for override in cfg.hydra.overrides.task], cfg.hydra.sweeper)
-    if swept.intersection(_SETS_ALL_SECTIONS):
-        return {}
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in _SET_BY_TRIAL])
-    OmegaConf.set_struct(own, False)
-    for key in swept:
-        OmegaConf.update(own, key, "???", merge=False)
-    return dict(_resolvable(own))
-
-
-def _resolvable(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name in map(str, node):
-        if OmegaConf.is_missing(node, name):
-            continue
-        try:
-            child = node[name]
-            if isinstance(child, DictConfig):
-                yield from _resolvable(child, f"{prefix}{name}.")
-                continue
-            if isinstance(child, ListConfig):
-                child = OmegaConf.to_container(child, resolve=True, throw_on_missing=True)
-        except OmegaConfBaseException:  # interpolated from a swept key
-            continue
-        yield f"{prefix}{name}", child
-
-
 def provenance() -> dict[str, str]:
     """A run's provenance tags, with those that MLflow finds for its columns Source and Created by."""
     from mlflow.tracking.context.git_context import GitRunContext
     from mlflow.tracking.context.registry import resolve_tags
 
     command = os.environ.get(COMMAND, "dpexp")
-    found = {f"dpexp.{name}": _version(package) for name, package in _PACKAGES.items()}
-    found |= {"dpexp.python": platform.python_version(), "dpexp.command": without_passwords(command)}
-    found |= {"dpexp.host": HOST, "mlflow.source.name": "dpexp"}
+    packages = {"torch": "torch", "lightning": "pytorch-lightning", "accounting": "dp-accounting"}
+    found = {f"dpexp.{name}": version(package) for name, package in packages.items()}
+    found |= {"dpexp.version": __version__, "dpexp.python": platform.python_version(), "dpexp.host": HOST}
+    found |= {"dpexp.command": without_passwords(command), "mlflow.source.name": "dpexp"}
     ignored: Any = [GitRunContext]  # it looks where dpexp lies, and quotes the repository's address
     return resolve_tags(found | _commit(), ignored)
 
@@ -199,16 +162,6 @@ def provenance_of_resume() -> dict[str, str]:
     found = {key.removeprefix("dpexp.").removeprefix("mlflow."): value for key, value in provenance().items()}
     own = {f"dpexp.resumed.{key}": value for key, value in found.items() if not key.startswith("source.")}
     return own | {"dpexp.host": HOST, "dpexp.pid": str(os.getpid())}
-
-
-_PACKAGES = {"version": "dpexp", "torch": "torch", "lightning": "pytorch-lightning", "accounting": "dp-accounting"}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def without_passwords(text: str) -> str:

@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import ERROR, OUTPUT, TRIED, metric_of, one_line, value_of
+from dpexp.tracking.client import ERROR, OUTPUT, TRIED, database, metric_of, one_line, value_of
 from dpexp.tracking.provenance import without_passwords
 
 
@@ -37,6 +37,7 @@ def output_of(uri: str, run_id: str) -> Path:
 
 
 PAGE = 1000  # runs per request
+PARENT_RUN = "mlflow.parentRunId"  # a tag
 _NUMBERS = (
     "epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "sampling_rate", "knob_value", "delta", *FIGURES,
 )  # fmt: skip
@@ -68,12 +69,11 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
         ConfigError: there is no such store, or a source is neither an experiment nor a run.
     """
     client = existing(uri)
-    try:
+    with readable(uri):
         runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
-    except MlflowException as error:
-        raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
-    parents = {_parent(run) for run in runs.values()}
-    rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents and not _is_parent(run)]
+    parents = {run.data.tags.get(PARENT_RUN) for run in runs.values()}
+    parents |= {run_id for run_id, run in runs.items() if "dpexp.sweep_hash" in run.data.tags}
+    rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents]
     frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
     return frame.sort_values("test_accuracy", ascending=False, kind="stable", ignore_index=True)
 
@@ -83,12 +83,10 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
     """A temporary folder with those of the named artifacts that a run has."""
     client, _ = _run(uri, run_id)
     with tempfile.TemporaryDirectory() as folder:
-        try:
+        with readable(uri):
             found = {artifact.path for artifact in client.list_artifacts(run_id)}
             for name in sorted(found.intersection(names)):
                 client.download_artifacts(run_id, name, folder)
-        except (MlflowException, OSError) as error:
-            raise ConfigError(f"the artifacts of {run_id} cannot be fetched: {one_line(error)}") from error
         yield Path(folder)
 
 
@@ -103,12 +101,20 @@ def _run(uri: str, run_id: str) -> tuple[MlflowClient, Run]:
 
 def existing(uri: str) -> MlflowClient:
     """A client of an existing store: MLflow would create a missing SQLite file."""
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+    file = database(uri)
+    if file is not None and not file.is_file():
         raise ConfigError(f"uri={uri} does not exist, so there are no runs to read; run a job, or name its store.")
-    try:
+    with readable(uri):
         return MlflowClient(tracking_uri=uri)
-    except MlflowException as error:
-        raise ConfigError(f"uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
+
+
+@contextmanager
+def readable(uri: str) -> Iterator[None]:
+    """Refuses a store of which MLflow cannot read something."""
+    try:
+        yield
+    except (MlflowException, OSError) as error:
+        raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
 
 
 def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
@@ -119,7 +125,7 @@ def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
         run = client.get_run(source)
     except MlflowException as error:
         raise ConfigError(f"{source} is neither an experiment nor a run of {without_passwords(uri)}.") from error
-    children = search(client, [run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    children = search(client, [run.info.experiment_id], f"tags.`{PARENT_RUN}` = '{run.info.run_id}'")
     return list(children) or [run]
 
 
@@ -136,21 +142,13 @@ def search(
             return
 
 
-def _parent(run: Run) -> str | None:
-    return run.data.tags.get("mlflow.parentRunId")
-
-
-def _is_parent(run: Run) -> bool:
-    return "dpexp.sweep_hash" in run.data.tags
-
-
 def _trial(run: Run) -> dict[str, Any]:
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
     knob = params.get("calibrate", "noise_multiplier")
     solved = any(name.startswith(TRIED) for name in metrics)
     return {
         "run_id": run.info.run_id,
-        "parent_id": _parent(run),
+        "parent_id": tags.get(PARENT_RUN),
         "trial": tags.get("dpexp.config_hash"),
         "name": run.info.run_name or run.info.run_id,
         "start": run.info.start_time,

@@ -1,9 +1,11 @@
 """A training job as an MLflow run."""
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from dpexp.accounting.ledger import Ledger, contains_lines, ledger_so_far, write
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.run_figures import epsilon_over_rounds
-from dpexp.reporting.terminal import plan_json, print_missed
+from dpexp.reporting.terminal import print_missed
 from dpexp.tracking.client import (
     ERROR,
     OUTPUT,
@@ -47,6 +49,7 @@ from dpexp.tracking.provenance import (
     without_passwords,
 )
 from dpexp.tracking.registered_model import check_name, description
+from dpexp.tracking.run_costs import is_run_of
 
 
 class _MetricsLogger(pl.loggers.logger.Logger):
@@ -57,10 +60,9 @@ class _MetricsLogger(pl.loggers.logger.Logger):
 
     rounds: Callable[[], int] | None = None
 
-    def __init__(self, sender: Sender, run_id: str) -> None:
+    def __init__(self, sender: Sender) -> None:
         super().__init__()
         self._sender = sender
-        self._run_id = run_id
 
     @property
     def name(self) -> str:
@@ -68,14 +70,13 @@ class _MetricsLogger(pl.loggers.logger.Logger):
 
     @property
     def version(self) -> str:
-        return self._run_id
+        return ""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         done = self.rounds() if self.rounds is not None else step or 0
-        names = sorted(metrics, key=lambda name: not name.endswith("accuracy"))  # listed first
-        self._sender.metrics({name: metrics[name] for name in names if name != "epoch"}, done)
+        self._sender.metrics({name: value for name, value in metrics.items() if name != "epoch"}, done)
 
 
 class TrackedRun:
@@ -89,10 +90,7 @@ class TrackedRun:
         accountants: Sequence[str],
         reservation: Ledger | None,
     ) -> None:
-        self._cfg = cfg
-        self._plan = plan
-        self._accountants = accountants
-        self._output = output
+        self._cfg, self._plan, self._accountants, self._output = cfg, plan, accountants, output
         uri = cfg.tracking.uri
         client, experiment_id = open_store(uri, cfg.tracking.experiment, cfg.tracking.artifacts)
         if cfg.register is not None:
@@ -114,7 +112,7 @@ class TrackedRun:
         set_view(client, experiment_id)
         self.address = address(uri, experiment_id)
         self._sender = Sender(client, self.run_id)
-        self.logger = _MetricsLogger(self._sender, self.run_id)
+        self.logger = _MetricsLogger(self._sender)
         source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
         dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
@@ -130,42 +128,30 @@ class TrackedRun:
         self._sender.params(params(OmegaConf.to_container(self._cfg, resolve=True)))
         overrides = OmegaConf.to_yaml(HydraConfig.get().overrides.task)
         (self._output / "overrides.yaml").write_text(without_passwords(overrides))
-        self._send_files("overrides.yaml")
-        self._sender.file(self._output / "config.yaml")
-        if (plan := self._plan) is None:
-            return
-        values = {"z": plan.noise_multiplier, "q": plan.sampling.q}
+        if self._plan is not None:
+            self._log_plan(self._plan)
+        self._send_files("overrides.yaml", "config.yaml", "plan.json", "planned_ledger.jsonl")
+
+    def _log_plan(self, plan: PrivacyPlan) -> None:
+        z, ledger = plan.noise_multiplier, plan.ledger()
+        values = {"z": z, "q": plan.sampling.q} | ({"bands": len(plan.bands)} if len(plan.bands) > 1 else {})
         for group in plan.groups:
             name = valid_name(group.name)
             values |= {f"S.{name}": group.S, f"sigma.{name}": group.sigma, f"share.{name}": group.share}
         self._sender.params({f"plan.{name}": f"{value:.6g}" for name, value in values.items()})
-        if len(plan.bands) > 1:
-            self._sender.params({"plan.bands": str(len(plan.bands))})
-        (self._output / "plan.json").write_text(plan_json(plan))
-        write_ledger(self._output / "planned_ledger.jsonl", plan.ledger())
-        self._send_files("plan.json", "planned_ledger.jsonl")
-
-    def log_planned(self) -> None:
-        """Logs the plan's figures, after those of the training: MLflow lists metrics in the order of logging."""
-        if (plan := self._plan) is None:
-            return
-        values = {
-            "noise_multiplier": plan.noise_multiplier,
-            "sampling_rate": plan.sampling.q,
-            "rounds": plan.rounds,
-        }
+        described = asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}
+        (self._output / "plan.json").write_text(json.dumps(described, indent=2))
+        write_ledger(self._output / "planned_ledger.jsonl", ledger)
+        figures: dict[str, float] = {"noise_multiplier": z, "sampling_rate": plan.sampling.q, "rounds": plan.rounds}
         for event in plan.preprocessing:
             figure = "epsilon" if event.noise == "laplace" else "mu"
-            values |= {f"preprocessing/{valid_name(event.query)}/{figure}": event.ratio(plan.adjacency)}
-        solved = plan.calibration
-        if solved is not None:
-            values.setdefault(metric_of(solved.knob), solved.value)
-        planned = epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0])
-        self._sender.metrics({"epsilon_planned": planned} | constants(values), 0)
-        if solved is None:
-            return
-        for step, (value, cost) in enumerate(solved.trace):
-            self._sender.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
+            figures[f"preprocessing/{valid_name(event.query)}/{figure}"] = event.ratio(plan.adjacency)
+        if (solved := plan.calibration) is not None:
+            figures.setdefault(metric_of(solved.knob), solved.value)
+            for step, (value, cost) in enumerate(solved.trace):
+                self._sender.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
+        planned = epsilon(ledger, self._cfg.privacy.delta, self._accountants[0])
+        self._sender.metrics({"epsilon_planned": planned} | constants(figures), 0)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Logs the final figures of `result.json`."""
@@ -245,7 +231,6 @@ def track(
             raise
         finally:
             try:
-                run.log_planned()
                 run.log_ledger()
             finally:
                 run.end(status, reason)
@@ -255,8 +240,7 @@ def _reopened(client: MlflowClient, output: Path) -> Run | None:
     """The run of the resumed job; None if it has none in this store, or the folder is a copy of another job's."""
     try:
         run = client.get_run((output / RUN).read_text())
-        folder = Path(run.data.tags.get(OUTPUT, output))
-        if folder.exists() and not folder.samefile(output):
+        if not is_run_of(run, output):
             return None
         _refuse_older_ledger(client, run.info.run_id, output / "ledger.jsonl")
         client.update_run(run.info.run_id, status="RUNNING")

@@ -1,15 +1,15 @@
 """The privacy cost of each run on a data set; it is never less than what the run has released.
 
-A run that has ended, with an intact ledger in its folder, counts as that; if it was killed, with a round more. A run
-that is running, is elsewhere or has lost its ledger counts as its reservation: the most that it may release, which it
-sends to its store before its first round.
+A run that has ended and closed its ledger counts as that; one that was killed, as its ledger and a round more of each
+kind that its plan has left. A run that is running, is elsewhere or has lost its ledger counts as its reservation: the
+most that it may release, which it sends to its store before its first round.
 """
 
 import hashlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,15 +24,13 @@ from dpexp.accounting.ledger import Ledger, ledger_so_far, write_ledger
 from dpexp.accounting.ledger.reader import contents
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import OUTPUT, one_line
+from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.job_folder import RESERVED, RUN, is_running
-from dpexp.tracking.provenance import HOST, without_passwords
-from dpexp.tracking.read import existing, search
+from dpexp.tracking.provenance import HOST
+from dpexp.tracking.read import existing, readable, search
 
 DATA_ID = "dpexp.data_id"  # tags
 BUDGET = "dpexp.budget"
-AUDITS = "dpexp.audit_trainings"  # of jobs whose audit trained on the data too; none does any more
-_LEDGER = "ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -41,26 +39,26 @@ class RunCost:
 
     Attributes:
         name, run_id, user, status: of the run; "" if unknown.
+        identity: equal for the same run, wherever it was found.
+        delta: of its configuration.
+        budget: the budget that it was held to, if any.
+        not_private_reason: why its (ε, δ) does not cover what it shows, if so.
         ledger: what it counts as; None: unknown.
         note: why that is not simply its ledger; "" if it is.
         ledger_missing: its ledger is lost, so that the cost is unknown, or at most that of `ledger`, its reservation.
-        not_private_reason: why its (ε, δ) does not cover what it shows, if so.
-        delta: of its configuration.
-        identity: equal for the same run, wherever it was found.
-        budget: the budget that it was held to, if any.
     """
 
     name: str
-    run_id: str
-    user: str
-    status: str
-    ledger: Ledger | None
-    note: str
-    ledger_missing: bool = False
-    not_private_reason: str | None = None
+    identity: str
+    run_id: str = ""
+    user: str = ""
+    status: str = ""
     delta: float | None = None
-    identity: str = ""
     budget: Budget | None = None
+    not_private_reason: str | None = None
+    ledger: Ledger | None = None
+    note: str = ""
+    ledger_missing: bool = False
 
     @property
     def has_released(self) -> bool:
@@ -86,75 +84,67 @@ def costs_in(uri: str, data_id: str) -> list[RunCost]:
 
 def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
     """The runs with that `data.id`, oldest first."""
-    try:
+    with readable(uri):
         experiments, token = [], None
         while token != "":
             page = client.search_experiments(view_type=ViewType.ALL, page_token=token)
             experiments += [experiment.experiment_id for experiment in page]
             token = page.token or ""
-        found = [
-            run
-            for run in search(client, experiments, f"tags.`{DATA_ID}` LIKE '%'", ViewType.ALL)
-            if run.data.tags[DATA_ID] == data_id
-        ]
-    except MlflowException as error:
-        raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
+        tagged = [*search(client, experiments, f"tags.`{DATA_ID}` LIKE '%'", ViewType.ALL)]
+    found = [run for run in tagged if run.data.tags[DATA_ID] == data_id]
     return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
+
+
+def is_run_of(run: Run, folder: Path) -> bool:
+    """Whether a job's folder is that run's, and no copy: another machine may have one of the same name."""
+    said = Path(run.data.tags.get(OUTPUT, folder))
+    try:
+        return (folder / RUN).read_text() == run.info.run_id and (not said.exists() or said.samefile(folder))
+    except OSError:
+        return False
 
 
 def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
     """The cost of a run, by its folder if it ran last on this machine."""
     tags, run_id, status = run.data.tags, run.info.run_id, run.info.status
-    private = tags.get("dpexp.private", "yes")
-    delta = run.data.params.get("privacy.delta")
+    private, delta = tags.get("dpexp.private", "yes"), run.data.params.get("privacy.delta")
     known = RunCost(
-        run.info.run_name or run_id, run_id, tags.get("mlflow.user", ""), status, None, "", identity=run_id,
-        not_private_reason=None if private == "yes" else private.removeprefix("no: "),
+        run.info.run_name or run_id, run_id, run_id, tags.get("mlflow.user", ""), status,
         delta=float(delta) if delta else None,
         budget=Budget(**json.loads(tags[BUDGET])) if BUDGET in tags else None,
+        not_private_reason=None if private == "yes" else private.removeprefix("no: "),
     )  # fmt: skip
     if private.startswith("no: trained without"):
         return replace(known, note="it was trained without privacy")
     folder, reservation = Path(tags.get(OUTPUT, "")), partial(_sent_reservation, client, run_id)
-    if AUDITS in tags:
-        return _as_reserved(known, reservation, "its audit trains on the data too")
-    if tags.get("dpexp.host") != HOST or not _is_folder_of(folder, run_id):
+    if tags.get("dpexp.host") != HOST or not is_run_of(run, folder):
         return _as_reserved(known, reservation, "its folder is not here")
-    known = replace(known, identity=str(folder.resolve()))
-    running = is_running(folder)
-    unknown = running is None or not (folder / f"{RUN}.lock").exists()  # the lock file may have been deleted
-    if running or (unknown and status == "RUNNING"):
-        return _as_reserved(known, reservation, "it is running")
-    if status == "RUNNING":
+    held = is_running(folder)
+    unknown = held is None or not (folder / f"{RUN}.lock").exists()  # the lock file may have been deleted
+    running = bool(held) or (unknown and status == "RUNNING")
+    if status == "RUNNING" and not running:
         known = replace(known, status="KILLED")  # the next job in its experiment will tell the store
-    return _of_ended(known, folder, reservation)
+    return _by_folder(replace(known, identity=str(folder.resolve())), folder, running, reservation)
 
 
 def cost_of_job(folder: Path) -> RunCost:
     """The cost of the job in a folder, tracked or not."""
-    configuration = folder / "config.yaml"
-    cfg = yaml.safe_load(configuration.read_text()) if configuration.exists() else {}
-    cfg = cfg if isinstance(cfg, Mapping) else {}
-    privacy, audit = cfg.get("privacy", {}), cfg.get("audit")
-    delta = privacy.get("delta")
+    configuration, run = folder / "config.yaml", folder / RUN
+    cfg = yaml.safe_load(configuration.read_text()) if configuration.exists() else None
+    privacy = cfg.get("privacy", {}) if isinstance(cfg, dict) else {}
+    delta, kept = privacy.get("delta"), privacy.get("budget")
     known = RunCost(
-        str(folder), (folder / RUN).read_text() if (folder / RUN).exists() else "", "", "", None, "",
-        delta=float(delta) if delta is not None else None, identity=str(folder.resolve()),
-        budget=budget(privacy["budget"]) if privacy.get("budget") else None,
+        str(folder), str(folder.resolve()), run.read_text() if run.exists() else "",
+        delta=None if delta is None else float(delta), budget=budget(kept) if kept else None,
     )  # fmt: skip
     if privacy.get("enabled") is False:
         return replace(known, note="it was trained without privacy", not_private_reason="trained without privacy")
-    reservation = partial(_reservation_in, folder)
-    if isinstance(audit, Mapping) and audit.get("canary_type") == "mislabelled":  # of an earlier version
-        return _as_reserved(known, reservation, "its audit trains on the data too")
-    if is_running(folder) is not False:
-        return _as_reserved(known, reservation, "it is running")
-    return _of_ended(known, folder, reservation)
+    return _by_folder(known, folder, is_running(folder) is not False, partial(_reservation_in, folder))
 
 
 def cost_of_ledger(path: Path) -> RunCost:
     """The cost of a ledger file."""
-    return _of_ledger(RunCost(str(path), "", "", "", None, "", identity=str(path.resolve())), path)
+    return _by_ledger(RunCost(str(path), str(path.resolve())), path)
 
 
 def distinct_runs(costs: list[RunCost]) -> list[RunCost]:
@@ -162,66 +152,51 @@ def distinct_runs(costs: list[RunCost]) -> list[RunCost]:
     return list({cost.identity: cost for cost in reversed(costs)}.values())[::-1]
 
 
-def _is_folder_of(folder: Path, run_id: str) -> bool:
-    """Whether a folder is that run's: another machine may have one of the same name."""
-    try:
-        return (folder / RUN).read_text() == run_id
-    except OSError:
-        return False
-
-
-def _of_ended(known: RunCost, folder: Path, reservation: Callable[[], Ledger | None]) -> RunCost:
-    """The cost of a run that has ended in a folder of this machine."""
-    found = _of_ledger(known, folder / _LEDGER)
-    if found.ledger is None:
+def _by_folder(known: RunCost, folder: Path, running: bool, reservation: Callable[[], Ledger | None]) -> RunCost:
+    """The cost of a run whose folder is on this machine."""
+    if running:
+        return _as_reserved(known, reservation, "it is running")
+    found = _by_ledger(known, folder / "ledger.jsonl")
+    ledger = found.ledger
+    if ledger is None:
         return _as_reserved(found, reservation, found.note)
-    finished = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
-    if found.ledger.incomplete and finished:  # a training that ends closes its ledger
-        return _as_reserved(found, reservation, "its ledger has lost its end", lost=True)
-    if known.budget is not None and _admitted_by_whole_plan(folder, known.budget):
-        return _as_reserved(found, reservation, "its whole plan was admitted, before any result")
-    if not found.ledger.incomplete:
+    ended_itself = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
+    if ledger.incomplete and ended_itself:  # which closes a ledger
+        return _as_reserved(replace(found, ledger_missing=True), reservation, "its ledger has lost its end")
+    if known.budget is not None:
+        plan = _reservation_in(folder)
+        if plan is None or not known.budget.holds(rho(plan, known.budget.order)):
+            return _as_reserved(found, reservation, "its whole plan was admitted, before any result")
+    if not ledger.incomplete:
         return found
-    plan = _as_reserved(found, reservation, found.note)
-    return plan if plan.ledger is None else replace(found, ledger=_one_more(found.ledger, plan.ledger))
+    counted = _as_reserved(found, reservation, found.note)
+    if counted.ledger is None:
+        return counted
+    left = [round_ for round_, count in counted.ledger.rounds.items() if count > ledger.rounds.get(round_, 0)]
+    return replace(found, ledger=replace(counted.ledger, rounds=Counter(ledger.rounds) + Counter(left)))
 
 
-def _of_ledger(known: RunCost, path: Path) -> RunCost:
+def _by_ledger(known: RunCost, path: Path) -> RunCost:
     """The cost by a ledger; None where it is missing or not intact."""
     try:
         found = contents(path)
     except ConfigError as error:
         return replace(known, note=str(error).removesuffix("."), ledger_missing=True)
     ledger = found.ledger
-    reason = ledger.not_private_reason or known.not_private_reason
+    known = replace(known, not_private_reason=ledger.not_private_reason or known.not_private_reason)
     if ledger.lost is not None:
-        note = f"its ledger has lost lines: {ledger.lost}"
-        return replace(known, note=note, ledger_missing=True, not_private_reason=reason)
+        return replace(known, note=f"its ledger has lost lines: {ledger.lost}", ledger_missing=True)
     early = "its ledger ends early: the run was killed, or lines are missing and more was spent"
-    return replace(
-        known,
-        ledger=ledger,
-        note=early if ledger.incomplete else "",
-        not_private_reason=reason,
-        identity=hashlib.sha256(path.read_bytes()).hexdigest() if "run" in found.header else known.identity,
-    )
+    identity = hashlib.sha256(path.read_bytes()).hexdigest() if "run" in found.header else known.identity
+    return replace(known, ledger=ledger, note=early if ledger.incomplete else "", identity=identity)
 
 
-def _one_more(ledger: Ledger, plan: Ledger) -> Ledger:
-    """Adds the round in which a run was killed: one of each kind of round that its plan has left."""
-    left = [round_ for round_, count in plan.rounds.items() if count > ledger.rounds.get(round_, 0)]
-    return replace(plan, rounds=Counter(ledger.rounds) + Counter(left))
-
-
-def _as_reserved(
-    known: RunCost, reservation: Callable[[], Ledger | None], reason: str, lost: bool = False
-) -> RunCost:  # fmt: skip
-    """The cost of a run whose ledger does not count, or is `lost`."""
+def _as_reserved(known: RunCost, reservation: Callable[[], Ledger | None], reason: str) -> RunCost:
+    """The cost of a run whose ledger does not count."""
     ledger = reservation()
     if ledger is None:
         return replace(known, ledger=None, note=f"{reason}, and its plan is missing too", ledger_missing=True)
-    lost = lost or known.ledger_missing
-    return replace(known, ledger=ledger, note=f"{reason}: counted as its whole plan", ledger_missing=lost)
+    return replace(known, ledger=ledger, note=f"{reason}: counted as its whole plan")
 
 
 def _reservation_in(folder: Path) -> Ledger | None:
@@ -237,24 +212,3 @@ def _sent_reservation(client: MlflowClient, run_id: str) -> Ledger | None:
         client.download_artifacts(run_id, RESERVED, copied)
         return _reservation_in(Path(copied))
     return None
-
-
-def _admitted_by_whole_plan(folder: Path, kept: Budget) -> bool:
-    """Whether a job was admitted by its whole plan (see `tracking.data_budget`), or may have been: the plan is lost."""
-    plan = _reservation_in(folder)
-    return plan is None or not kept.holds(rho(plan, kept.order))
-
-
-def check_same_adjacency(costs: Sequence[RunCost], data_id: str) -> None:
-    """Refuses runs that are stated for several adjacencies or privacy units."""
-    stated: dict[str, str] = {}  # adjacency -> the name of the first run
-    for cost in costs:
-        if cost.ledger is not None and cost.has_released:
-            unit = f" of a {cost.ledger.unit}" if cost.ledger.record else ""
-            stated.setdefault(cost.ledger.adjacency + unit, cost.name)
-    if len(stated) > 1:
-        (first, one), (second, other) = list(stated.items())[:2]
-        raise ConfigError(
-            f"data.id={data_id}: {one} is stated for adjacency={first}, and {other} for adjacency={second}; no theorem "
-            f"composes them, so choose privacy.adjacency={first} and a sampling policy that may claim it."
-        )

@@ -1,6 +1,5 @@
 """The parent run of a sweep's trials."""
 
-import io
 import json
 import math
 import os
@@ -9,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Param, Run, ViewType
+from mlflow.entities import Param, ViewType
+from mlflow.utils import chunk_list
 from omegaconf import DictConfig
 from pandas import DataFrame
 
@@ -17,17 +17,8 @@ from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
-from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, batched, constants, end_dead_runs, open_store, set_view
-from dpexp.tracking.provenance import (
-    HOST,
-    MAX_NAME,
-    PARENT,
-    params,
-    provenance,
-    provenance_of_resume,
-    shared_values,
-    valid_name,
-)
+from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, constants, end_dead_runs, open_store, set_view
+from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume, valid_name
 from dpexp.tracking.read import downloaded_run, trials
 
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
@@ -55,38 +46,27 @@ class SweepRun:
         self._uri, self._file = cfg.tracking.uri, folder / SWEEP
         self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
         end_dead_runs(self._client, self._experiment)
-        self.facts = facts | {"key": key} | self._earlier_facts()
+        earlier = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.facts: dict[str, Any] = facts | {"key": key} | earlier
         if self.facts["key"] != key:
             raise ConfigError(f"{folder} holds another sweep, or its configuration has changed; name another folder.")
         self.resumed = "run_id" in self.facts
         if not self.resumed:
             tags = {"dpexp.sweep_hash": key} | provenance()
             run = self._client.create_run(self._experiment, run_name=name[:MAX_NAME], tags=tags)
-            shared = [Param(key, value) for key, value in params(shared_values(cfg)).items()]
-            for some in batched(shared, MAX_PARAMS):
-                self._client.log_batch(run.info.run_id, params=some)
             self.remember({"run_id": run.info.run_id})
         self.run_id: str = self.facts["run_id"]
-        self._refuse_running(self._client.get_run(self.run_id))
+        run = self._client.get_run(self.run_id)
+        host, process = (run.data.tags.get(f"dpexp.{name}") for name in ("host", "pid"))
+        if self.resumed and run.info.status == "RUNNING" and host == HOST and process != str(os.getpid()):
+            raise ConfigError(f"this sweep is running in process {process}; wait for it.")
         self._client.update_run(self.run_id, "RUNNING")
         now = provenance_of_resume() if self.resumed else {"dpexp.pid": str(os.getpid())}
         for tag, value in now.items():
             self._client.set_tag(self.run_id, tag, value)
         set_view(self._client, self._experiment)
+        self.address = address(self._uri, self._experiment)
         os.environ[PARENT] = self.run_id
-
-    def _refuse_running(self, run: Run) -> None:
-        tags = run.data.tags
-        is_other = self.resumed and tags.get("dpexp.host") == HOST and tags.get("dpexp.pid") != str(os.getpid())
-        if run.info.status == "RUNNING" and is_other:
-            raise ConfigError(f"this sweep is running in process {tags.get('dpexp.pid')}; wait for it.")
-
-    def _earlier_facts(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads(self._file.read_text())
-        except FileNotFoundError:
-            return {}
-        return found
 
     def remember(self, facts: dict[str, Any]) -> None:
         """Stores facts for the next start of the same sweep."""
@@ -95,9 +75,6 @@ class SweepRun:
         partial_file = self._file.with_suffix(".part")
         partial_file.write_text(json.dumps(self.facts))
         partial_file.replace(self._file)
-
-    def _has_artifact(self, name: str) -> bool:
-        return any(artifact.path == name for artifact in self._client.list_artifacts(self.run_id))
 
     def trials(self) -> DataFrame:
         """The trials, each once: of several starts the one that finished, else the last."""
@@ -142,7 +119,13 @@ class SweepRun:
         self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], note: str, status: str,
         output: Path,
     ) -> None:  # fmt: skip
-        """Logs the best accuracies, the costs of choosing, and the trials' table and figures, and ends the run."""
+        """Logs the best accuracies, the costs of choosing, and the trials' table and figures, and ends the run; one
+        whose trials have all finished has the parameters that they share."""
+        if status == "FINISHED" and not frame.empty:
+            params = [self._client.get_run(trial).data.params.items() for trial in frame["run_id"]]
+            shared = [Param(key, value) for key, value in sorted(set(params[0]).intersection(*params[1:]))]
+            for some in chunk_list(shared, MAX_PARAMS):
+                self._client.log_batch(self.run_id, params=some)
         metrics: dict[str, float] = {}
         for place, top in tops.items():
             at = valid_name(f" at {place}".replace(" = ", " ")) if place else ""
@@ -155,15 +138,7 @@ class SweepRun:
         drawn, omitted = figures_of(frame, self._evaluations(frame)) if not frame.empty else ({}, [])
         self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
         if not frame.empty:
-            text = io.StringIO()
-            frame.to_csv(text, index=False)
-            self._client.log_text(self.run_id, text.getvalue(), "trials.csv")
-            shown = frame.astype(object).where(frame.notna(), None)
-            if self._has_artifact("trials.json"):
-                table = shown.to_json(orient="split", index=False)  # log_table would append to it
-                self._client.log_text(self.run_id, table, "trials.json")
-            else:
-                self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
+            self._client.log_text(self.run_id, frame.to_csv(index=False), "trials.csv")
             for name, figure in drawn.items():
                 output.mkdir(parents=True, exist_ok=True)
                 figure.savefig(output / name, dpi=150)
@@ -191,7 +166,3 @@ class SweepRun:
         self._client.delete_run(self.run_id)
         self._file.unlink()
         os.environ.pop(PARENT, None)
-
-    @property
-    def address(self) -> str:
-        return address(self._uri, self._experiment)

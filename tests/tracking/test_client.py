@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
-from test_data_budget import FORK
+from test_run_costs import FORK
 
 from dpexp.tracking import client as module
 from dpexp.tracking.client import Sender, open_store

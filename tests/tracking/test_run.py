@@ -1,13 +1,14 @@
 """What a run leaves in MLflow, however it ends."""
 
 import json
+import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import signal_after
 from jobs import result_of, store_of
+from test_run_costs import FORK
 
 import dpexp
 from dpexp.accounting.ledger import (
@@ -22,9 +23,10 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError, RecordError
+from dpexp.privacy.round import PrivateRound
 from dpexp.reporting import terminal
-from dpexp.tracking.client import published_error
-from dpexp.training.classifier import Classifier
+from dpexp.tracking.client import end_dead_runs, open_store, published_error
+from dpexp.tracking.provenance import HOST
 
 QUICK = (
     "sampling.steps=4", "sampling.expected_batch_size=512", "privacy.noise_multiplier=1.0",
@@ -48,11 +50,16 @@ def test_a_finished_run(dpexp_job, tmp_path):
     assert run.info.status == "FINISHED"
     params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
     assert params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.conv_fc"
-    assert {"epsilon", "test_accuracy", "test_loss", "with noise_multiplier"} <= set(metrics)
+    constant = {f"with {name}" for name in ("rounds", "noise_multiplier", "sampling_rate", "learning_rate", *FIGURES)}
+    public = {"test_accuracy", "test_loss", "test_auc", "test_f1", "test_calibration_error", "test_majority_accuracy",
+              "test_balanced_accuracy", *(f"test_recall_{k}" for k in range(10)), *constant}  # fmt: skip
+    assert {name for name in metrics if not name.startswith("epsilon")} == public, "nothing private"
     assert "None" not in params.values() and "privacy.epsilon" not in params
     assert next(name for name in sorted(metrics) if not name.startswith("epsilon")) == "test_accuracy"
     assert not any("/" in name for name in metrics), "MLflow draws such first"
     assert {"plan.S.conv", "plan.sigma.conv", "plan.share.fc"} <= set(params)
+    planned = read_ledger(output / "planned_ledger.jsonl")
+    assert len(planned) == 4 and planned == read_ledger(output / "ledger.jsonl")
     result = result_of(output)
     assert result["mlflow_run_id"] == run.info.run_id
     assert metrics["epsilon"] == pytest.approx(dpexp.epsilon(read_ledger(output / "ledger.jsonl"), 1e-4))
@@ -73,53 +80,34 @@ def test_a_finished_run(dpexp_job, tmp_path):
     assert set(steps) <= {point.step for point in history}, "so that a chart can have ε as its x axis"
 
 
-def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
-    output = dpexp_job(*QUICK)
-    planned = read_ledger(output / "planned_ledger.jsonl")
-    assert len(planned) == 4 and planned == read_ledger(output / "ledger.jsonl")
-    run = only_run(tmp_path)
-    constant = {f"with {name}" for name in ("rounds", "noise_multiplier", "sampling_rate", "learning_rate", *FIGURES)}
-    public = {"epsilon", "epsilon_planned", "test_accuracy", "test_loss", "test_auc", "test_f1",
-              "test_calibration_error", "test_majority_accuracy", "test_balanced_accuracy",
-              *(f"test_recall_{k}" for k in range(10)), *constant}  # fmt: skip
-    assert set(run.data.metrics) == public
+@pytest.mark.parametrize("asked", ["privacy.enabled=false", "diagnostics=unsafe"])
+def test_a_run_that_is_not_private_says_so(asked, dpexp_job, tmp_path):
+    output = dpexp_job(*QUICK, asked)
+    run, private = only_run(tmp_path), asked == "diagnostics=unsafe"
+    assert run.data.tags["dpexp.private"].startswith("no") and result_of(output)["private"] is False
+    shown = {"epsilon", "unsafe/train_loss", "unsafe/sample_size", "unsafe/clip_fraction/all"}
+    assert shown & {*run.data.metrics} == (shown if private else set()) and "test_accuracy" in run.data.metrics
 
 
-def test_the_non_private_twin_is_tagged(dpexp_job, tmp_path):
-    dpexp_job(*QUICK, "privacy.enabled=false")
-    run = only_run(tmp_path)
-    assert run.data.tags["dpexp.private"].startswith("no") and "test_accuracy" in run.data.metrics
-    assert "epsilon" not in run.data.metrics
-
-
-def test_unsafe_diagnostics_are_tagged(dpexp_job, tmp_path):
-    output = dpexp_job(*QUICK, "diagnostics=unsafe")
-    run = only_run(tmp_path)
-    assert {"unsafe/train_loss", "unsafe/sample_size", "unsafe/clip_fraction/all"} <= set(run.data.metrics)
-    assert run.data.tags["dpexp.private"].startswith("no")
-    assert result_of(output)["private"] is False
-
-
-def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch):
-    from dpexp.privacy.round import PrivateRound
-
-    release = PrivateRound.release
-    rounds = []
+def test_a_crash_is_failed_and_keeps_its_ledger_and_its_text_stays_on_this_machine(dpexp_job, tmp_path, monkeypatch):
+    """It may quote a record."""
+    release, rounds = PrivateRound.release, []
 
     def breaking(self, ledger):
         rounds.append(release(self, ledger))
         if len(rounds) == 3:
-            raise OSError("No space left on device")
+            raise ValueError("Target Smith, John is out of bounds")
         return rounds[-1]
 
     monkeypatch.setattr(PrivateRound, "release", breaking)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ValueError, match="Target"):
         dpexp_job(*QUICK)
-    run = only_run(tmp_path)
-    assert run.info.status == "FAILED"
-    assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path, run)
-    (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
-    assert len(read_ledger(ledger)) == 3
+    run, (ledger,) = only_run(tmp_path), tmp_path.glob("outputs/*/*/ledger.jsonl")
+    assert run.info.status == "FAILED" and len(read_ledger(ledger)) == 3
+    sent = artifacts(tmp_path, run)
+    assert {"ledger.jsonl", "epsilon.png"} <= sent and "error.txt" not in sent
+    assert run.data.tags["dpexp.error"].startswith("ValueError in test_run.py, line ")
+    assert "Target" not in str(run.to_dictionary()) and "Target" in (ledger.parent / "error.txt").read_text()
 
 
 @pytest.mark.parametrize("tracking, rounds", [("mlflow", 3), ("none", 4)])
@@ -152,7 +140,7 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     assert not recwarn
 
 
-ENDLESS = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.num_evaluations=0",
+ENDLESS = ("model=logistic", "sampling.steps=2000", "privacy.noise_multiplier=20", "trainer.num_evaluations=0",
            "trainer.compile=false")  # fmt: skip
 
 
@@ -165,35 +153,27 @@ def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(forked, tm
     found, run = ledger_so_far(ledger), only_run(tmp_path)
     assert len(found) >= 19 and not found.incomplete and run.info.status == "KILLED"
     assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path, run)
-    assert f"Interrupted after {len(found)} of 1000000 rounds: ε =" in printed and "Traceback" not in printed
+    assert f"Interrupted after {len(found)} of 2000 rounds: ε =" in printed and "Traceback" not in printed
     assert "python -m dpexp resume" in printed and "Warning" not in printed and "ends early" not in printed
 
 
-def test_of_sigkill_the_next_run_in_the_store_tells(forked, dpexp_job, tmp_path):
-    job = forked(*ENDLESS, before=signal_after(20, signal.SIGKILL))
-    job.ended()
-    (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
-    assert job.exitcode == -signal.SIGKILL and ledger_so_far(ledger).incomplete
-    assert only_run(tmp_path).info.status == "RUNNING"
-    dpexp_job(*QUICK)
-    assert sorted(run.info.status for run in store_of(tmp_path).search_runs(["1"])) == ["FINISHED", "KILLED"]
-
-
-@pytest.mark.parametrize("kind", [ValueError, RecordError])
-def test_error_texts_of_user_code_stay_on_this_machine(dpexp_job, tmp_path, monkeypatch, kind):
-    """They may quote a record."""
-
-    def quoting(self, batch):
-        raise kind(f"Target {batch[1].tolist()} is out of bounds")
-
-    monkeypatch.setattr(Classifier, "training_step", quoting)
-    with pytest.raises((ValueError, SystemExit), match="Target"):
-        dpexp_job(*QUICK)
-    run = only_run(tmp_path)
-    said = run.data.tags["dpexp.error"]
-    assert said.startswith(f"{kind.__name__} in test_run.py, line ") and "Target" not in str(run.to_dictionary())
-    assert "Target" in (Path(run.data.tags["dpexp.output"]) / "error.txt").read_text()
-    assert "error.txt" not in artifacts(tmp_path, run)
+def test_of_sigkill_the_next_run_in_the_store_tells(tmp_path, empty_store):
+    client, experiment = open_store(f"sqlite:///{tmp_path}/mlflow.db", "one", str(tmp_path))
+    dead = FORK.Process(target=int)
+    dead.start()
+    dead.join()
+    (tmp_path / "result.json").write_text('{"configuration": "…"}')
+    began = [
+        {"dpexp.host": host, "dpexp.pid": str(pid), "dpexp.output": str(output)}
+        for host, pid, output in (
+            (HOST, dead.pid, "gone"), (HOST, dead.pid, tmp_path), (HOST, os.getpid(), "gone"), ("far", dead.pid, "gone")
+        )
+    ]  # fmt: skip
+    ids = [client.create_run(experiment, tags=tags).info.run_id for tags in began]
+    end_dead_runs(client, experiment)
+    found = [client.get_run(run_id) for run_id in ids]
+    assert [run.info.status for run in found] == ["KILLED", "FINISHED", "RUNNING", "RUNNING"]
+    assert found[0].data.tags["dpexp.error"].startswith("its process was killed") and len(found[1].data.tags) == 4
 
 
 def test_mistakes_in_a_configuration_are_told_in_full(tmp_path):
@@ -205,3 +185,7 @@ def test_mistakes_in_a_configuration_are_told_in_full(tmp_path):
             raise ConfigError(f"data.module: it cannot be made: {error}.") from error
     except ConfigError as error:
         assert published_error(error, tmp_path).startswith("ValueError in test_run.py, line ")
+    try:
+        raise RecordError("Smith, John")
+    except RecordError as error:
+        assert published_error(error, tmp_path).startswith("RecordError in test_run.py, line ")
