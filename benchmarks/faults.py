@@ -312,12 +312,12 @@ FAULTS = [
           "accountants -k central"),
     fault("Laplace's moments", "accounting/composition.py", "alpha * np.expm1(np.minimum(up, 1))",
           "(alpha - 1) * np.expm1(np.minimum(up, 1))", "one_time_queries -k moments"),
-    fault("a filter at the wrong order", "accounting/multiple_runs.py", "np.maximum(moments, 0))) / (order - 1)",
-          "np.maximum(moments, 0))) / order", "privacy_filter -k rho"),
+    fault("a filter at the wrong order", "accounting/multiple_runs.py", "0))) / (order - 1)",
+          "0))) / order", "privacy_filter -k rho"),
     fault("selection costs what the cheapest trial does", "accounting/multiple_runs.py", "return np.max([run_rdp",
           "return np.min([run_rdp", "sweep -k worst_case"),
-    fault("calibration stops above the target", "accounting/calibration.py", "<= cost <= self._target:",
-          "<= cost <= self._target * 1.01:", "calibration -k knob"),
+    fault("calibration stops above the target", "accounting/calibration.py", "<= cost <= self._limit:",
+          "<= cost <= self._limit * 1.01:", "calibration -k knob"),
 ]  # fmt: skip
 
 
