@@ -6,7 +6,7 @@ losses and moments, or as ε-DP mechanisms. `dpexp.accounting.coverage` states w
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
 from typing import Protocol
 
@@ -19,7 +19,6 @@ from dpexp.accounting.composition import (
     Array,
     BasicComposition,
     GaussianMechanism,
-    Mask,
     Rounds,
     StrongComposition,
     best_order,
@@ -85,9 +84,9 @@ class FixedSizeRdpAccountant:
     """Rényi DP of rounds with samples of fixed size, among others, at integer orders (Wang, Balle & Kasiviswanathan
     2018). That bound holds for any mechanism, and may be above that without sampling."""
 
-    def __init__(self, found: Sequence[Release], z: Array, times: Array, laplace: Mask) -> None:
-        self._total = sum(count * fixed_size_rdp(release) for release, count in zip(found, times, strict=True))
-        self._unsampled = RdpAccountant(z, np.ones(len(z)), times, laplace)
+    def __init__(self, found: Mapping[Release, int]) -> None:
+        self._total = sum(float(count) * fixed_size_rdp(release) for release, count in found.items())
+        self._unsampled = RdpAccountant(found)
 
     def epsilon(self, delta: float) -> float:
         sampled = max(0.0, float(rdp.compute_epsilon(INTEGER_ORDERS, self._total, delta)[0]))
@@ -125,18 +124,20 @@ def _pair(release: Release) -> Pair:
     raise ConfigError(f"accountant=pld is not stated for releases by {release.policy}.")
 
 
-def _privacy_loss(found: Sequence[Release], z: Array, q: Array, times: Array, laplace: Mask) -> Guarantee:
+def _privacy_loss(found: Mapping[Release, int]) -> Guarantee:
     """Full batches, and rounds that sampling hardly amplifies, are together one Gaussian release. For hundreds of
     millions of rounds no grid is fine enough, and Rényi DP is tighter."""
     # If nulling a record lets another one into a full sample, a sum moves by up to 2S.
-    z = np.where([release.policy == "truncated_poisson" for release in found], z / 2, z)
-    full = ~laplace & (q == 1)
+    z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in found])
+    times = np.array([float(count) for count in found.values()])
+    laplace = np.array([release.policy == "laplace" for release in found])
+    full = np.array([r.policy != "laplace" and (r.q == 1 or r.z < MIN_AMPLIFIED_Z) for r in found])
     above = np.where(laplace, 1 / gaussian_above(1 / z), z)
     unsampled = composed(above, times)
     if full.all():
         return unsampled
     if times.sum() > _MAX_PLD_ROUNDS and all(release.policy in ("poisson", "laplace") for release in found):
-        return RdpAccountant(z, q, times, laplace)
+        return RdpAccountant(found)
     pairs = [_pair(release) for release, certain in zip(found, full, strict=True) if not certain]
     if full.any():
         pairs.append(PoissonPair(1 / composed(z[full], times[full]).mu, 1.0, 0.5))
@@ -144,12 +145,12 @@ def _privacy_loss(found: Sequence[Release], z: Array, q: Array, times: Array, la
     return ComposedLoss(pairs, times, unsampled)
 
 
-_BY_ARRAYS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
+_BUILT_IN: dict[str, Callable[[Mapping[Release, int]], Guarantee]] = {
     "rdp": RdpAccountant,
     "moments": MomentsAccountant,
     "strong": StrongComposition,
     "basic": BasicComposition,
-    "gdp": lambda z, q, counts, _: central_limit(z, q, counts),
+    "gdp": central_limit,
 }
 
 
@@ -165,20 +166,16 @@ def guarantee(ledger: Ledger, accountant: str = "pld", use_cache: bool = True) -
 
 @lru_cache(maxsize=8)
 def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guarantee:
-    found = [release for release, _ in counts]
-    z = np.array([release.z for release in found])
-    q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release in found])
-    times = np.array([float(count) for _, count in counts])
-    laplace = np.array([release.policy == "laplace" for release in found])
+    found = dict(counts)
     if accountant == "pld":
-        return _privacy_loss(found, z, q, times, laplace)
+        return _privacy_loss(found)
     policies = {release.policy for release in found}
     if accountant == "rdp" and "fixed_size" in policies and policies <= {"fixed_size", "poisson", "laplace"}:
-        return FixedSizeRdpAccountant(found, z, times, laplace)
+        return FixedSizeRdpAccountant(found)
     if not policies <= {"poisson", "laplace"}:
         raise ConfigError(f"accountant={accountant} is not stated for releases by {', '.join(sorted(policies))}.")
-    build = _BY_ARRAYS.get(accountant) or named(accountant)
-    return build(z, q, times, laplace)
+    build = _BUILT_IN.get(accountant) or named(accountant)
+    return build(found)
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
@@ -186,8 +183,8 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
 
     Args:
         accountant: one of `coverage.NAMES`, each an upper bound except `gdp`; or the dotted name of a class of your own
-            with an attribute `coverage`. It is constructed with z [R] (σ̃ over the sensitivity), q [R] and counts [R]
-            of the distinct rounds, and a mask [R] of the Laplace queries, which are 1/z-DP; it has `epsilon(delta)`.
+            with an attribute `coverage`. It is constructed with the counts of the distinct releases, a
+            `dict[Release, int]` (see `releases.Release`); it has `epsilon(delta)`.
 
     Raises:
         ConfigError: δ lies outside (0, 1), the accountant is unknown, or it does not cover this ledger.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,90 +84,58 @@ def solve(
     cheap, costly = (low, high) if limits.epsilon_rises else (high, low)
     search = _Search(lambda v: target.cost(ledger_at(v), accountant), target.limit, precision, limits.is_integer)
     if knob == "sampling_rate":
-        found = search.walk(cheap, costly, -math.log(0.75), 1) if search.affords(cheap) else None
+        found = search.best(cheap, cheap, costly, -math.log(0.75), 1)
     else:
         near, step = min(max(math.log(start), low), high), math.log(4)
         if accountant == "pld" and hasattr(target, "estimate"):
             rough = _Search(lambda v: target.estimate(ledger_at(v)), target.limit, 0.01, limits.is_integer)
-            found = rough.around(near, cheap, costly, step)
-            near, step = (math.log(found[0]), math.log(1.02)) if found else (near, step)
-        found = search.around(near, cheap, costly, step)
+            if found := rough.best(near, cheap, costly, step):
+                near, step = math.log(found[0]), math.log(1.02)
+        found = search.best(near, cheap, costly, step)
     if found is None:
-        value, cost = min(search.trace, key=lambda probe: probe[1])
+        value, cost = min(search.costs.items(), key=lambda probe: probe[1])
         best = ", ".join(f"{name}={up(figure, 4)}" for name, figure in target.figures(cost).items())
         raise ConfigError(
             f"{target} cannot be reached by calibrate={knob}: the best is {best}, at {knob}={value:.4g}; choose a "
             "weaker target, or change another parameter."
         )
     value, cost = found
-    return Calibration(knob, value, target.name, cost, tuple(target.figures(cost).items()), tuple(search.trace))
-
-
-class _CloseEnough(Exception):
-    """A probe is within the precision of the target."""
+    return Calibration(knob, value, target.name, cost, tuple(target.figures(cost).items()), tuple(search.costs.items()))
 
 
 class _Search:
-    """A search over the logarithm of a parameter, between its `cheap` and its `costly` end."""
+    """A search over the logarithm t of a parameter. `costs` are those of the values tried, in order."""
 
-    def __init__(self, cost_at: Callable[[float], float], target: float, precision: float, is_integer: bool) -> None:
-        self._cost_at = cost_at
-        self._target, self._precision, self._is_integer = target, precision, is_integer
-        self._costs: dict[float, float] = {}
-        self.trace: list[tuple[float, float]] = []
+    def __init__(self, cost_at: Callable[[float], float], limit: float, precision: float, is_integer: bool) -> None:
+        self._cost_at, self._limit, self._is_integer = cost_at, limit, is_integer
+        self._precision = 0.0 if is_integer else precision
+        self.costs: dict[float, float] = {}
 
-    def around(self, start: float, cheap: float, costly: float, step: float) -> tuple[float, float] | None:
-        """Doubles the steps from `start` towards the end on the other side of the target."""
-        return self.walk(start, costly if self.affords(start) else cheap, step, 2)
+    def best(
+        self, start: float, cheap: float, costly: float, step: float, growth: float = 2
+    ) -> tuple[float, float] | None:
+        """The last value tried that costs at most the limit, and its cost: of all that do, the nearest to the limit.
 
-    def walk(self, inner: float, outer: float, step: float, growth: float) -> tuple[float, float] | None:
-        """Takes steps to `outer` until the target lies between two probes."""
-        affordable = self.affords(inner)
-        step = math.copysign(step, outer - inner)
-        while inner != outer:
-            following = min(inner + step, outer) if step > 0 else max(inner + step, outer)
-            if self.affords(following) != affordable:
-                return self._root(inner, following)
-            inner, step = following, growth * step
-        return (self._value(outer), self._cost(outer)) if affordable else None
+        Steps from `start` towards the end on the other side of the limit bracket it, and Brent's method finds it.
+        """
+        from scipy.optimize import brentq  # slow to import
 
-    def _root(self, one: float, other: float) -> tuple[float, float]:
-        if self._is_integer:
-            while abs(self._value(one) - self._value(other)) > 1:
-                middle = math.log((self._value(one) + self._value(other)) // 2)
-                if self.affords(middle) == self.affords(one):
-                    one = middle
-                else:
-                    other = middle
-            return self._best()
-        aim = self._target * (1 - self._precision / 2)
+        began, inner, outer = self._excess(start), start, start
+        end = costly if began <= 0 else cheap
+        step = math.copysign(step, end - start)
+        while outer != end and self._excess(outer) * began > 0:
+            following = min(outer + step, end) if step > 0 else max(outer + step, end)
+            inner, outer, step = outer, following, growth * step
+        if self._excess(outer) * began < 0:
+            brentq(self._excess, inner, outer, xtol=1e-13)
+        return next((tried for tried in reversed(self.costs.items()) if tried[1] <= self._limit), None)
 
-        def excess(t: float) -> float:
-            cost = self._cost(t)
-            if self._target * (1 - self._precision) <= cost <= self._target:
-                raise _CloseEnough
-            return math.log(min(max(cost / aim, 1e-6), 1e6))
-
-        with suppress(_CloseEnough):
-            from scipy.optimize import brentq  # slow to import
-
-            brentq(excess, one, other, xtol=1e-13)
-        return self._best()
-
-    def _best(self) -> tuple[float, float]:
-        """The costliest affordable probe; of equals, the last."""
-        value, cost = max((probe for probe in reversed(self.trace) if probe[1] <= self._target), key=lambda p: p[1])
-        return value, cost
-
-    def affords(self, t: float) -> bool:
-        return self._cost(t) <= self._target
-
-    def _value(self, t: float) -> float:
-        return round(math.exp(t)) if self._is_integer else math.exp(t)
-
-    def _cost(self, t: float) -> float:
-        value = self._value(t)
-        if value not in self._costs:
-            self._costs[value] = self._cost_at(value)
-            self.trace.append((value, self._costs[value]))
-        return self._costs[value]
+    def _excess(self, t: float) -> float:
+        """How far a cost is above the limit; 0 if it is below it by no more than the precision."""
+        value = round(math.exp(t)) if self._is_integer else math.exp(t)
+        if value not in self.costs:
+            self.costs[value] = self._cost_at(value)
+        cost = self.costs[value]
+        if self._limit * (1 - self._precision) <= cost <= self._limit:
+            return 0.0
+        return math.log(min(max(cost / (self._limit * (1 - self._precision / 2)), 1e-6), 1e6))

@@ -10,13 +10,14 @@ that P against Q is the worse direction).
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr, ndtr
+
+from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -121,15 +122,6 @@ def best_order(total: Callable[[float], float], delta: float) -> tuple[float, fl
     return max(0.0, seen[t]), 1 + math.exp(t)
 
 
-def moments_of(z: Array, q: Array, alpha: float, laplace: Mask) -> Array:
-    """log E_Q[e^(αL)] of rounds (z, q) [R], for one real order α; those of `laplace` [R] are Laplace queries on all
-    records, which are 1/z-DP."""
-    result = np.empty(len(z))
-    result[laplace] = laplace_moments(1 / z[laplace], alpha)
-    result[~laplace] = log_moments(z[~laplace], q[~laplace], alpha)
-    return result
-
-
 def laplace_moments(pure: Array, alpha: float) -> Array:
     """log E_Q[e^(αL)] of `pure`-DP Laplace queries, for α > 1 (Mironov 2017, arXiv 1702.07476, proposition 6)."""
     up, down = (alpha - 1) * pure, -alpha * pure
@@ -167,28 +159,27 @@ def composed(z: Array, counts: Array) -> GaussianMechanism:
     return GaussianMechanism(math.sqrt(float(np.dot(counts, 1 / z**2))))
 
 
-def central_limit(z: Array, q: Array, counts: Array) -> GaussianMechanism:
-    """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ q²(e^(1/z²) - 1).
-
-    An approximation, whose ε may lie below the true one (Bu, Dong, Long & Su 2019, arXiv 1911.11607, section 3).
-    """
-    with np.errstate(over="ignore"):
-        squares = np.where(q == 1, 1 / z**2, q**2 * np.expm1(1 / z**2))
-    return GaussianMechanism(math.sqrt(float(np.dot(counts, squares))))
-
-
-@dataclass(frozen=True, eq=False)
 class Rounds:
-    """Distinct rounds (z, q) [R], which happened `counts` [R] times; those of `laplace` [R] are Laplace queries."""
+    """Releases with their counts, as arrays [R]: of Gaussian rounds (z, q), Poisson-sampled or on all records, and of
+    Laplace queries. Other sampling does not amplify."""
 
-    z: Array
-    q: Array
-    counts: Array
-    laplace: Mask
+    def __init__(self, found: Mapping[Release, int]) -> None:
+        self.z = np.array([release.z for release in found])
+        sampled = [release.policy == "poisson" and release.z >= MIN_AMPLIFIED_Z for release in found]
+        self.q = np.where(sampled, [release.q for release in found], 1.0)
+        self.counts = np.array([float(count) for count in found.values()])
+        self.laplace: Mask = np.array([release.policy == "laplace" for release in found], dtype=bool)
+
+    def moments(self, alpha: float) -> Array:
+        """log E_Q[e^(αL)] [R] of one of each, for one real order α."""
+        result = np.empty(len(self.z))
+        result[self.laplace] = laplace_moments(1 / self.z[self.laplace], alpha)
+        result[~self.laplace] = log_moments(self.z[~self.laplace], self.q[~self.laplace], alpha)
+        return result
 
     def moment(self, alpha: float) -> float:
         """log A_α of all rounds."""
-        return float(np.dot(self.counts, moments_of(self.z, self.q, alpha, self.laplace)))
+        return float(np.dot(self.counts, self.moments(alpha)))
 
     def amplified(self, delta: float) -> Array:
         """Each round's amplified ε [R] at `delta`; that of a Laplace query holds at δ = 0."""
@@ -197,6 +188,18 @@ class Rounds:
             for z, q, pure in zip(self.z, self.q, self.laplace, strict=True)
         ])  # fmt: skip
         return np.where(each > 700, each + np.log(self.q), np.log1p(self.q * np.expm1(np.minimum(each, 700))))
+
+
+def central_limit(found: Mapping[Release, int]) -> GaussianMechanism:
+    """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ q²(e^(1/z²) - 1).
+
+    An approximation, whose ε may lie below the true one (Bu, Dong, Long & Su 2019, arXiv 1911.11607, section 3).
+    """
+    rounds = Rounds(found)
+    z, q = rounds.z, rounds.q
+    with np.errstate(over="ignore"):
+        squares = np.where(q == 1, 1 / z**2, q**2 * np.expm1(1 / z**2))
+    return GaussianMechanism(math.sqrt(float(np.dot(rounds.counts, squares))))
 
 
 class BasicComposition(Rounds):

@@ -23,11 +23,11 @@ from scipy.optimize import brentq, minimize_scalar
 
 from dpexp._accounting_compat import repeated_and_selected
 from dpexp.accounting.accountants import INTEGER_ORDERS, fixed_size_rdp
-from dpexp.accounting.composition import LARGEST_ORDER, Array, GaussianMechanism, epsilon_at, moments_of
+from dpexp.accounting.composition import LARGEST_ORDER, Array, GaussianMechanism, Rounds, epsilon_at
 from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import check_same
-from dpexp.accounting.releases import MIN_AMPLIFIED_Z, releases
+from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
 
@@ -98,20 +98,12 @@ def rho(ledger: Ledger, order: float) -> float:
     """
     for policy in sorted({round_.sampling.policy for round_ in ledger.rounds}):
         check_rdp_covered(policy, ledger.adjacency)
-    total = 0.0
-    rows = []
-    for release, count in releases(ledger, "rdp").items():
-        if release.policy == "fixed_size" and order <= INTEGER_ORDERS[-1]:
-            index = int(np.searchsorted(INTEGER_ORDERS, order))
-            total += count * min(float(fixed_size_rdp(release)[index]), order / (2 * release.z**2))
-            continue
-        sampled = release.policy == "poisson" and release.z >= MIN_AMPLIFIED_Z
-        rows.append((release.z, release.q if sampled else 1.0, count, release.policy == "laplace"))
-    if rows:
-        z, q, times, laplace = map(np.array, zip(*rows, strict=True))
-        moments = moments_of(z, q, order, laplace)
-        total += float(np.dot(times, np.maximum(moments, 0))) / (order - 1)
-    return total
+    found, total = releases(ledger, "rdp"), 0.0
+    for release in [release for release in found if release.policy == "fixed_size" and order <= INTEGER_ORDERS[-1]]:
+        index = int(np.searchsorted(INTEGER_ORDERS, order))
+        total += found.pop(release) * min(float(fixed_size_rdp(release)[index]), order / (2 * release.z**2))
+    rounds = Rounds(found)
+    return total + float(np.dot(rounds.counts, np.maximum(rounds.moments(order), 0))) / (order - 1)
 
 
 def check_rdp_covered(policy: str, adjacency: str) -> None:
@@ -186,11 +178,8 @@ def run_rdp(ledger: Ledger) -> Array:
     for release in counts:
         if release.policy not in ("poisson", "laplace"):
             raise ConfigError(f"sampling={release.policy} has no bound for private selection; choose sampling=poisson.")
-    z = np.array([release.z for release in counts])
-    q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release in counts])
-    times = np.array(list(counts.values()), dtype=float)
-    laplace = np.array([release.policy == "laplace" for release in counts])
-    return np.array([float(times @ moments_of(z, q, order, laplace)) / (order - 1) for order in ORDERS])
+    rounds = Rounds(counts)
+    return np.array([rounds.moment(order) / (order - 1) for order in ORDERS])
 
 
 def worst_case_rdp(ledgers: Iterable[Ledger]) -> Array:

@@ -12,8 +12,8 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.coverage import is_bound
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
+from dpexp.accounting.risk import type_two_errors
 from dpexp.accounting.rounding import down, up
-from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.privacy.private_metrics import MetricEstimates
 
 POINTS = 25

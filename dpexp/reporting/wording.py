@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from dpexp.accounting.risk import FALSE_POSITIVES, tpr_at
+from dpexp.accounting.risk import FALSE_POSITIVES, TAIL, tpr_at
 from dpexp.accounting.rounding import up
-from dpexp.accounting.tradeoff import TAIL
 
 
 def in_words(risk: Mapping[str, float], unit: str = "record") -> str:

@@ -107,11 +107,11 @@ def test_honest_noise_is_refuted_as_often_as_the_level_says_and_less_noise_found
 
 @pytest.mark.parametrize("mu", [0.5, 3.0])
 def test_the_distance_is_refuted_as_often_as_the_level_says_and_found_with_the_power_told(mu):
-    rng, level, yes = np.random.default_rng(8), 0.02, np.arange(100) < 40
+    rng, level, yes, runs = np.random.default_rng(8), 0.1, np.arange(100) < 40, 200
     found = lambda true: distance(*((true * yes + rng.normal(size=100))[those] for those in (yes, ~yes)), mu, level)  # noqa: E731
     detectable = found(mu).detectable
-    assert within(counted(lambda: found(mu).refuted), level)
-    assert abs(counted(lambda: found(detectable).refuted) - POWER) < 0.03
+    assert within(counted(lambda: found(mu).refuted, runs), level, runs)
+    assert within(counted(lambda: found(detectable).refuted, runs), POWER, runs)
     assert distance(np.ones(40), np.zeros(60), mu, level).refuted
 
 

@@ -44,7 +44,8 @@ def test_every_knob(knob, target):
     solved = solve(knob, CALIBRATABLE[knob], Epsilon(target, 1e-5), start=start)
     assert target * (1 - 1e-3) <= epsilon(CALIBRATABLE[knob](solved.value), 1e-5) <= target
     if knob == "noise_multiplier":
-        cost = directly(solved.value, 0.01, 1000, 1e-5, pld.PLDAccountant(value_discretization_interval=2e-5))
+        accountant = pld.PLDAccountant(value_discretization_interval=1e-5 * max(2, target))
+        cost = directly(solved.value, 0.01, 1000, 1e-5, accountant)
         assert cost == pytest.approx(target, rel=1.1e-3)
     better = solved.value * (0.99 if knob in ("sampling_rate", "noise_multiplier") else 1.01)
     assert epsilon(CALIBRATABLE[knob](better), 1e-5) > target, "the next better value would cost more"

@@ -69,9 +69,9 @@ class Concentrated:
 
     coverage = Coverage({"all": ("add_remove",)}, ("gaussian",), is_bound=True)
 
-    def __init__(self, z, q, counts, laplace):
-        assert (q == 1).all() and not laplace.any()
-        self._rho = float(counts @ (1 / (2 * z**2)))
+    def __init__(self, releases):
+        assert all(release.q == 1 and release.policy != "laplace" for release in releases)
+        self._rho = sum(count / (2 * release.z**2) for release, count in releases.items())
 
     def epsilon(self, delta):
         return self._rho + 2 * math.sqrt(self._rho * math.log(1 / delta))

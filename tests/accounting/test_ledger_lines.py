@@ -103,6 +103,7 @@ def test_every_edit_is_refused(tmp_path, monkeypatch):
     """Each byte of a closed ledger in turn: none is redundant, none goes unread. (Links have 16 bits: of an edit in a
     ledger with another run's number, the next line may be the first to tell.)"""
     monkeypatch.setattr("dpexp.accounting.ledger.writer.os.urandom", bytes)
+    monkeypatch.setattr("dpexp.accounting.ledger.integrity.FORMAT", "JSON Lines.")  # a quarter of the bytes
     path = tmp_path / "l.jsonl"
     lines = closed(path)
     whole = b"".join(lines)

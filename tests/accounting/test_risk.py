@@ -11,15 +11,25 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from test_accountants import ledger, of
 
-from dpexp.accounting import pld as own_pld
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.dominating_pairs import PoissonPair
 from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.accounting.pld import ComposedLoss
-from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr, risk
+from dpexp.accounting.risk import (
+    FIGURES,
+    TAIL,
+    Epsilon,
+    MaxAdvantage,
+    MaxTpr,
+    advantage,
+    gaussian_bound,
+    largest_advantage,
+    largest_tpr,
+    risk,
+    true_positives,
+)
 from dpexp.accounting.rounding import up
-from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, true_positives
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import in_words
@@ -121,17 +131,6 @@ def test_mu_by_its_definition(z, q, rounds):
         if d > 1.1 * TAIL
     ]
     assert found.mu == pytest.approx(max(needed), rel=3e-3)
-
-
-def test_a_million_rounds_take_few_compositions(monkeypatch):
-    """About a second: each composition takes 0.06 s. In the limit of many rounds μ = √T q √(e^(1/z²) - 1)."""
-    taken, compose = [], own_pld.compose
-    monkeypatch.setattr(own_pld, "compose", lambda *args: taken.append(args) or compose(*args))
-    found, mu = risk(ledger(8.0, 0.001, 10**6)), math.sqrt(math.expm1(1 / 64))
-    assert len(taken) <= 18
-    assert found.advantage == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-3)
-    for fpr, tpr in found.tpr.items():
-        assert tpr == pytest.approx(norm.sf(norm.isf(fpr) - mu), rel=3e-3)
 
 
 def test_next_to_no_noise_and_next_to_no_release():

@@ -41,14 +41,6 @@ def test_the_error_is_that_of_the_matrices(kind, b, rounds, momentum):
     assert correlated.inverse(c, rounds) == pytest.approx(np.linalg.inv(C)[:, 0], abs=1e-12)
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    u, h = np.array([0.6, 0.3, 0.3]), 1e-6
-    _, gradient = correlated._log_error(u, 40, 0.7)
-    for j in range(3):
-        up, down = (correlated._log_error(u + sign * h * np.eye(3)[j], 40, 0.7)[0] for sign in (1, -1))
-        assert gradient[j] == pytest.approx((up - down) / (2 * h), rel=1e-6)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_a_cut_the_square_root_is_one(momentum):
     """C² = A up to scale (Kalinin & Lampert 2024, theorem 1)."""
@@ -121,11 +113,6 @@ def test_parts_are_drawn_independently():
     """Not dealt out: how many there are in one varies as it should."""
     sizes = [len(CyclicPoisson(0.1, 4).partition(1000, KeyStream.known(k, "sampling", 0))[0]) for k in range(400)]
     assert np.var(sizes) == pytest.approx(1000 * 0.25 * 0.75, rel=0.3)
-
-
-def test_whole_parts_come_round_in_turn():
-    seen = drawn(sampler(4, q=0.25, rounds=12))
-    assert (seen[:4].sum(0) == 1).all() and (seen[4:8] == seen[:4]).all()
 
 
 def test_one_part_samples_as_poisson_does():

@@ -11,7 +11,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.schedules import schedule
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import FixedSize, FullBatch, Poisson, Shuffle, TruncatedPoisson, make_policy
+from dpexp.privacy.sampling.policies import FixedSize, Poisson, Shuffle, TruncatedPoisson, make_policy
 
 
 def sampler(size=100, q=0.1, rounds=50, physical=7, seed=0):
@@ -91,11 +91,6 @@ def test_reading_ahead_and_starting_again_keep_chunks_and_rows_together():
     assert [chunk.last for chunk in run.pending][:-1] == [chunk.first for chunk in run.pending][1:]
 
 
-def test_an_empty_training_set_is_refused():
-    with pytest.raises(ConfigError, match="empty"):
-        sampler(size=0)
-
-
 def included(policy, size, draws, seed=2):
     """[samples, size]: which record is in which sample."""
     stream = KeyStream.known(seed, "sampling", 0)
@@ -142,10 +137,6 @@ def test_truncation_keeps_a_uniform_subset_of_at_most_the_maximum():
     for k in (6, 9, 11):
         assert binomtest(int((sizes == k).sum()), rounds, binom.pmf(k, size, q)).pvalue > 1e-3, "below it, Poisson"
     assert chisquare(seen[sizes == maximum].sum(0).double().numpy()).pvalue > 1e-3, "whoever is cut off is random"
-
-
-def test_all_is_everyone():
-    assert (included(FullBatch(), 7, 3) == 1).all()
 
 
 def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():

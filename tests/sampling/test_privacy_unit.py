@@ -12,7 +12,6 @@ from jobs import result_of, store_of
 from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
@@ -22,9 +21,7 @@ from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import groups
-from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
-from tests.audited import attacked
 
 SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.inf, math.nan])])
 
@@ -218,7 +215,7 @@ def test_a_user_more_or_less_moves_the_sum_by_at_most_S(seed, scale, tmp_path):
     assert difference(with_, without) <= 1 + 1e-4
 
 
-@SCALED
+@pytest.mark.parametrize("seed, scale", [(0, 1.0), (2, math.inf)])
 def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_that(seed, scale, tmp_path):
     folder, k = tmp_path, 1 + seed % 5
     x, y = rows(4 * k, seed)
@@ -232,47 +229,15 @@ def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_
     assert difference(some, replaced) <= 2 + 1e-4
 
 
-HONEST = {"microbatch": Microbatch(4), "user": User(3, "user_of")}
-
-
 def choices_of(kind, **more):
-    users = {"users": 2000} if kind == "user" else {}
-    return (
-        {"privacy_unit": HONEST[kind], "data": lambda: data_of(kind), "n": 8000 if kind == "microbatch" else 2000}
-        | users
-        | more
-    )
+    """For an audit of 2000 users with 4 examples each."""
+    return {"data": data_of_users, "n": 2000, "users": 2000} | more
 
 
-def data_of(kind):
+def data_of_users():
     data = audited.Synthetic(8000, [4], 3)
     data.train.user_of = [i // 4 for i in range(8000)]
     return data
-
-
-def test_an_honest_training_refutes_no_claim_for_users(tmp_path):
-    found = attacked(tmp_path, **choices_of("user", **audited.SAMPLINGS["fixed_size"]))
-    assert not found.exceeded
-    assert found.mu_claimed / 4 < found.mu_bound < found.mu_claimed
-
-
-def each_example_clipped_alone(patch):
-    """As if records were examples: what a user has counts as often as it has examples."""
-    accumulate = PrivateRound.add_chunk
-
-    def apart(self, loss_of, batch, size):
-        def flat(leaf):
-            return leaf.flatten(0, 1).unsqueeze(1) if isinstance(leaf, torch.Tensor) else leaf
-
-        m = next(leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        accumulate(self, loss_of, tree_map(flat, batch), size * m)
-
-    patch.setattr(PrivateRound, "add_chunk", apart)
-
-
-def test_clipping_examples_in_place_of_units_is_caught(tmp_path, monkeypatch):
-    each_example_clipped_alone(monkeypatch)
-    assert attacked(tmp_path, **choices_of("microbatch")).exceeded
 
 
 def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
@@ -342,11 +307,3 @@ def test_a_pair_is_an_example_and_no_list_of_two(tmp_path):
     pairs = [(a, b) for a, b in zip(x, y, strict=True)]
     for data in ([pairs[:4], pairs[4:]], [tuple(pairs[:4]), tuple(pairs[4:])]):
         assert [len(User(8, None).units(data).examples(data, (i, bytes(32)))) for i in range(2)] == [4, 4]
-
-
-def test_a_data_set_of_tensors_has_no_lists_of_examples():
-    data = TensorDataset(torch.zeros(6, 2), torch.zeros(6))
-    with pytest.raises(
-        ConfigError, match=r"privacy_unit\.user_attribute=null needs a data set .* a TensorDataset has tensors"
-    ):
-        User(2, None).units(data)
