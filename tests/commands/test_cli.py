@@ -533,6 +533,19 @@ def test_help_lists_commands_groups_and_values(dpexp_job, capsys):
     assert not [word for word in ("_target_", "defaults", "draw:", "rounds:") if f"\n{word}" in shown[0]]
 
 
+def test_an_editor_gets_the_keys_and_types_of_the_configuration(dpexp_job, capsys):
+    dpexp_job("schema-of-options")
+    schema = json.loads(capsys.readouterr().out)
+    assert {*schema["properties"]} == {*config.Config.__dataclass_fields__}
+    assert schema["additionalProperties"] and schema["$defs"]["Trainer"]["additionalProperties"]
+    sampling = schema["$defs"]["Sampling"]
+    assert (
+        not sampling["additionalProperties"]
+        and {"type": "integer"} in sampling["properties"]["steps"]["anyOf"][0]["anyOf"]
+    )
+    assert schema["$defs"]["Checkpoint"]["properties"]["resume"]["default"] is False and "???" not in json.dumps(schema)
+
+
 def test_help_on_one_name(tmp_path):
     assert help(["mechanism"]) == (
         "mechanism=joint\n"
