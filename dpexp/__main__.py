@@ -35,6 +35,7 @@ FUNCTIONS = {
     "evaluate": "dpexp.commands.saved_jobs",
     "predict": "dpexp.commands.saved_jobs",
     "schema": "dpexp.commands.schema",
+    "schema-of-options": "dpexp.commands.schema_of_options",
 }
 HELP = {"--help", "-h"}
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -82,7 +83,7 @@ def _dispatch(arguments: list[str]) -> None:
         for path in (Path(argument) / "config.yaml" for argument in arguments[1:]):
             if path.is_file():
                 import_targets(path.read_text())
-        getattr(import_module(FUNCTIONS[command]), command)(arguments[1:])
+        getattr(import_module(FUNCTIONS[command]), command.replace("-", "_"))(arguments[1:])
     elif command == "resume":
         from dpexp.commands.saved_jobs import resume
 

@@ -76,6 +76,8 @@ Options:
     out=FILE.yaml     where the schema goes; default: the name of the table, here
     data.person=…     the column that identifies a person, if ε shall protect people
     unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
+    "schema-of-options": """\
+`python -m dpexp schema-of-options` prints a JSON schema of the configuration, which lets an editor check YAML.""",
     "version": "`python -m dpexp version` prints the version of dpexp.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.

@@ -73,7 +73,7 @@ def trainer_for(
         and (label is None or launcher == "basic")
         and processes.rank() == 0
     )
-    if bar and not cfg.check:
+    if bar:
         callbacks.append(RoundBar(rounds, privacy, label))
     defaults = {
         "limit_val_batches": 1.0 if cfg.trainer.num_evaluations else 0,
@@ -90,7 +90,7 @@ def trainer_for(
             callbacks=callbacks,
             default_root_dir=output,
             enable_checkpointing=False,
-            enable_progress_bar=bar and not cfg.check,
+            enable_progress_bar=bar,
             **defaults | options | _placement(cfg, count),
         )
     except Exception as error:  # Lightning raises many types for a wrong value
