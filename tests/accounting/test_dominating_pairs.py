@@ -184,3 +184,25 @@ def test_replacing_a_sampled_record_against_dp_accounting(z, q, rounds, h):
         removed = epsilon(of("poisson", "add_remove", z=z, q=q, rounds=rounds), d)
         full = epsilon(of("all", "replace_one", z=z, q=1.0, rounds=rounds), d)
         assert removed < epsilon(run, d) < full
+
+
+def test_no_two_records_are_easier_to_tell_apart_than_opposite_ones():
+    """Lebeda et al. 2025, proposition 13, in the plane, for every α: neighbours x and y with ‖x‖, ‖y‖ <= S = 1/2."""
+    z, q, random = 0.4, 0.3, np.random.default_rng(0)
+    grid = np.linspace(-3, 3, 241)
+    plane = np.stack(np.meshgrid(grid, grid), -1)
+    cell = (grid[1] - grid[0]) ** 2
+
+    def density(center):
+        def normal(mean):
+            return np.exp(-((plane - mean) ** 2).sum(-1) / (2 * z**2)) / (2 * math.pi * z**2)
+
+        return (1 - q) * normal(np.zeros(2)) + q * normal(center)
+
+    bound = on_grid(PoissonPair(z, q, 0.5))
+    for _ in range(40):
+        angles, sizes = random.uniform(0, 2 * math.pi, 2), 0.5 * np.sqrt(random.uniform(0.2, 1, 2))
+        x, y = (size * np.array([math.cos(angle), math.sin(angle)]) for size, angle in zip(sizes, angles, strict=True))
+        p, r = density(x), density(y)
+        for e in (-1.0, -0.2, 0.0, 0.1, 0.5, 1.5):
+            assert np.maximum(p - math.exp(e) * r, 0).sum() * cell <= bound(e) + 1e-9

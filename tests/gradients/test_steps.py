@@ -159,6 +159,13 @@ def caught(y):
         return y
 
 
+def selected(y):
+    try:
+        return y + y[y > 0].sum()
+    except Exception:
+        return y
+
+
 def decomposed(m, x):
     """Where a matrix is not positive definite, it takes another, as numerical code does."""
     K = torch.eye(6).double() * (1 - 2 * (x[0, :1, None] < -100))
@@ -263,6 +270,7 @@ STEPS = {  # a step, its mode, words of the reason; a reason names the line
     "a number added up, and its class": (
         changed(lambda y: y if isinstance(1 - 2 * y.sum().item(), float) else 2 * y), TRACED),
     "an error caught": (changed(caught), LOOP, "catches an error"),
+    "an error of a shape caught": (changed(selected), LOOP, "catches an error"),
     "an error of a number caught": (changed(rooted), LOOP, "catches an error"),
     "an error of NumPy caught": (caught_of_outside, LOOP, ASKED), "given back": (given_back, LOOP, ASKED),
     "iterated": (lambda m, x: (m.linear(x) * m.outside(x.abs(), m.numbers(x))).sum(), LOOP, ASKED),
