@@ -176,7 +176,6 @@ def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     assert run.data.metrics["tried tpr"] <= 1.01 and "epsilon" in run.data.metrics
     assert "which costs TPR at FPR 0.01 = 0.0" in printed and f"In words: {in_words(expected)}" in printed
     card = (output / "card.md").read_text()
-    assert f"| 1 in 100 of those who were not there | {up(100 * expected['tpr_at_fpr_0.01'], 3)} % of those" in card
-    assert f"at most {up(expected['advantage'], 4)}" in card and f"μ = {up(expected['mu'], 4)}" in card
+    assert f"In words: {in_words(expected)}" in card and f"μ = {up(expected['mu'], 4)}" in card
     account([run.info.run_id])
     assert f"by pld: {in_words(expected)}" in " ".join(capsys.readouterr().out.split())
