@@ -171,7 +171,7 @@ class Rounds:
         self.laplace: Mask = np.array([release.policy == "laplace" for release in found], dtype=bool)
 
     def moments(self, alpha: float) -> Array:
-        """log E_Q[e^(αL)] [R] of one of each, for one real order α."""
+        """[R] numbers: log E_Q[e^(αL)] of one of each, for one real order α."""
         result = np.empty(len(self.z))
         result[self.laplace] = laplace_moments(1 / self.z[self.laplace], alpha)
         result[~self.laplace] = log_moments(self.z[~self.laplace], self.q[~self.laplace], alpha)
@@ -182,7 +182,7 @@ class Rounds:
         return float(np.dot(self.counts, self.moments(alpha)))
 
     def amplified(self, delta: float) -> Array:
-        """Each round's amplified ε [R] at `delta`; that of a Laplace query holds at δ = 0."""
+        """[R] numbers: each round's amplified ε at `delta`; that of a Laplace query holds at δ = 0."""
         each = np.array([
             1 / z if pure else GaussianMechanism(1 / z).epsilon(min(delta / q, 1 - 1e-12))
             for z, q, pure in zip(self.z, self.q, self.laplace, strict=True)

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dpexp import config
-from dpexp._hydra_compat import get_args_parser
+from dpexp._hydra_compat import get_args_parser, in_quotes
 from dpexp.commands.validate import REFUSED
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
@@ -164,7 +164,7 @@ def _quoted(value: str, is_text: bool, multirun: bool) -> str:
         if multirun and isinstance(read, Sweep):
             is_plain = is_text and isinstance(read, ChoiceSweep) and read.simple_form and len(parts) == len(read.list)
             return ",".join(_quoted(part.strip(), is_text, False) for part in parts) if is_plain else value
-        is_same = not is_text or value == "null" or isinstance(override._value, QuotedString)
+        is_same = not is_text or value == "null" or in_quotes(override)
         is_same |= str(read) == value and not isinstance(read, list | dict)
     except HydraException:
         is_same = not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it

@@ -309,8 +309,6 @@ def _train(
     result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
     if ledger and (together := with_earlier(others, ledger, cfg.privacy.delta)):
         result["all_runs"] = together
-    if privacy and privacy.compiling:
-        result["step"] = privacy.compiling
     if isinstance(module, Classifier) and (found := default_learning_rate(cfg, plan)):
         result["learning_rate"] = found["lr"]
     if class_names := getattr(data, "class_names", None):

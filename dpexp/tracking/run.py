@@ -163,8 +163,6 @@ class TrackedRun:
         released = result.get("preprocessing", {})
         found |= {f"{valid_name(name)}/{k}": one for name, entries in released.items() for k, one in enumerate(entries)}
         self._sender.metrics(values | constants(found), result["rounds"])
-        if "step" in result:
-            self._sender.tags({"dpexp.step": result["step"]})
         figures = ["audit.png", "released.png", *(f"{name}.png" for name in released)]
         self._send_files("result.json", *figures)
 

@@ -65,7 +65,7 @@ def test_a_finished_run(dpexp_job, tmp_path):
     assert metrics["epsilon"] == pytest.approx(dpexp.epsilon(read_ledger(output / "ledger.jsonl"), 1e-4))
     assert metrics["epsilon_rdp"] == pytest.approx(result["epsilon"]["rdp"])
     assert metrics["test_accuracy"] == pytest.approx(result["metrics"]["test_accuracy"])
-    assert tags["dpexp.step"].startswith("not compiled, since 4 rounds of")
+    assert "compiled" not in f"{tags} {params} {result}"  # which times of a record's step decided
     assert tags["dpexp.private"] == "yes" and tags["dpexp.group"] == "conv_fc" and tags["dpexp.mechanism"] == "joint"
     wanted = {"ledger.jsonl", "config.yaml", "overrides.yaml", "plan.json", "epsilon.png", "result.json"}
     assert wanted <= artifacts(tmp_path, run)
