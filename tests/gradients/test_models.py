@@ -7,6 +7,8 @@
 Image models need timm and torchvision: extra [models].
 """
 
+import zoo  # noqa: F401  # first: pytorch_lightning imports torchvision, where there is one
+
 # isort: split
 import importlib
 import re
