@@ -25,6 +25,9 @@ echo "== Every rule, by graph and compiled: bounds and sums, in full precision, 
 $python benchmarks/adversarial.py "${rules[@]}" --records $records --device $device
 $python benchmarks/adversarial.py "${rules[@]}" --records $records --device $device --tf32
 
+echo "== The supported models (docs/zoo.md): what is otherwise here"
+[ "$small" ] || $python tests/gradients/test_models.py $device
+
 echo "== Noise: speed and distribution"
 $python benchmarks/noise.py --device $device --numbers $numbers
 

@@ -3,6 +3,7 @@
     python -m pytest tests/gradients/test_models.py          # some
     python -m pytest tests/gradients/test_models.py -m ''    # all
     python tests/gradients/test_models.py                    # writes docs/zoo.md
+    python tests/gradients/test_models.py cuda               # prints what is otherwise on a GPU, and errors above 1e-9
 
 Image models need timm and torchvision: extra [models].
 """
@@ -12,6 +13,7 @@ import zoo  # noqa: F401  # first: pytorch_lightning imports torchvision, where 
 # isort: split
 import importlib
 import re
+import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,7 +55,7 @@ NAMES = [
 ]
 
 
-def run(family, name, dropout, dtype):
+def run(family, name, dropout, dtype, device="cpu"):
     """The execution mode, the reason why it is not traced, and the relative error of the clipped sums."""
     torch.manual_seed(0)
     model, kind = MODELS[family][name], KINDS[[*MODELS[family]].index(name) % 4]
@@ -61,7 +63,8 @@ def run(family, name, dropout, dtype):
     module = module.double() if dtype == torch.float64 else module
     for p in module.parameters():
         p.data = p.data.to(torch.promote_types(p.dtype, dtype))
-    batch = tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, model.batch())
+    module.to(device)
+    batch = tree_map(lambda t: t.to(device, dtype if t.is_floating_point() else None), model.batch())
     try:
         engine = engine_of(module, 0.01, **of_kind(*kind))
         found = sums_of(engine, model.loss, batch)
@@ -123,6 +126,18 @@ def page():
             yield f"| {name} | {mode} | {reason.replace('|', '∣')} |"
 
 
+def on_device(device):
+    """Prints the models whose mode is not the one listed above, or whose sums are wrong."""
+    for family, models in MODELS.items():
+        for name in models:
+            mode, reason, error = run(family, name, False, torch.float64, device)
+            if mode != EXPECTED.get(name, "traced") or error > 1e-9:
+                print(f"{name}: {mode}, error {error:.0e}; {reason}", flush=True)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    PAGE.write_text("\n".join(page()) + "\n")
+    if sys.argv[1:]:
+        on_device(sys.argv[1])
+    else:
+        PAGE.write_text("\n".join(page()) + "\n")

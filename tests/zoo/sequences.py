@@ -153,7 +153,7 @@ class StateSpace(nn.Module):
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x):
-        h = torch.zeros(len(x), 16, dtype=self.decay.dtype)
+        h = self.decay.new_zeros(len(x), 16)
         for step in self.words(x).unbind(1):
             h = h * self.decay.sigmoid() + step
         return self.head(h)

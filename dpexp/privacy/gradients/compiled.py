@@ -147,7 +147,8 @@ _NOT_ROW_BY_ROW = {
 }  # fmt: skip
 _MIN_GAIN = 3  # times the duration of compiling
 _MAX_PARTS = 8  # into which a usual chunk is divided
-_FLOPS_OF_A_CHUNK, _FLOPS_OF_A_PARAMETER = 1e7, 200  # in addition to its rows
+_FLOPS_OF_A_CHUNK = {"cpu": 1e7, "cuda": 1e11}  # in addition to its rows: a GPU could do so many during the launches
+_FLOPS_OF_A_PARAMETER = 200
 _MAX_SAVING = 0.5  # of a round's duration, as estimated beforehand
 
 
@@ -175,16 +176,17 @@ class CompileDecision:
         """Chunks of a sample, on average."""
         return fmean(math.ceil(size / rows) for size in self._sizes)
 
-    def rows(self, usual: int, flops: float, parameters: int) -> int:
+    def rows(self, usual: int, flops: float, parameters: int, device: str = "cpu") -> int:
         """Rows of the compiled graph: those with which a sample takes the fewest operations, padding included.
 
         Args:
             usual: the most.
             flops: floating-point operations of a row. They are counted, not timed, so that runs are reproducible.
             parameters: numbers to which each chunk's sums are added.
+            device: its type.
         """
         candidates = sorted({max(2, math.ceil(usual / parts)) for parts in range(1, _MAX_PARTS + 1)}, reverse=True)
-        fixed = _FLOPS_OF_A_CHUNK + _FLOPS_OF_A_PARAMETER * parameters
+        fixed = _FLOPS_OF_A_CHUNK[device] + _FLOPS_OF_A_PARAMETER * parameters
         return min(candidates, key=lambda rows: self.chunks(rows) * (rows * flops + fixed))
 
     def worth_trying(self, seconds: float, nodes: int) -> bool:

@@ -103,7 +103,8 @@ class Graphs:
                 return before
             began = time.perf_counter()
             of_a_row = flops(lambda: graph(inputs, self._device)) / self._usual
-            rows = compiling.rows(self._usual, of_a_row, sum(t.numel() for t in self._clip.zeros().values()))
+            entries = sum(t.numel() for t in self._clip.zeros().values())
+            rows = compiling.rows(self._usual, of_a_row, entries, self._device.type)
             some, others = (self.synthetic.records(chunk, rows, seed) for seed in (0, 1))
             inputs = self._inputs(some)
             try:
