@@ -293,16 +293,10 @@ class _Tracing:
     def _kept(self, before: dict[str, Any], buffers: list[tuple[dict, dict]]) -> dict[str, Any]:
         """What the step set in the copy: attributes and buffers."""
         now = attributes(self._copy)
-        names = changed(before, now)
-        kept = {name: now.get(name) for name in names if not _told_by_entries(name, names)}
+        kept = {name: now.get(name) for name in changed(before, now)}
         for owner, held in buffers:
             kept |= {f"{_BUFFER}{key}": t for key, t in owner.items() if t is not held.get(key)}
         return kept
-
-
-def _told_by_entries(name: str, names: list[str]) -> bool:
-    """Whether a name is of a container's number of entries, and one of the entries is among the names."""
-    return name.endswith(".len") and any(one.startswith(name[:-3]) and one != name for one in names)
 
 
 def _depend_on_inputs(graph: fx.Graph, names: list[str]) -> list[str]:
