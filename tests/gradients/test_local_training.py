@@ -167,6 +167,18 @@ def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
         assert torch.allclose(whole[name], sum(one[name] for one in apart), atol=1e-6, rtol=0)
 
 
+def test_a_first_user_who_cannot_train_adds_nothing(tmp_path, quiet, in_order):
+    x, y = rows(9)
+    users, record = [[(x[3 * u + k], y[3 * u + k]) for k in range(3)] for u in range(3)], User(3, None, LOCALS["epochs"])
+
+    def total(users):
+        return released(tmp_path, users, record, users=4, precision="32-true")[0]
+
+    odd = [(x[0].double(), y[0])]
+    with_odd, without = total([odd, *users]), total(users)
+    assert all(torch.allclose(with_odd[name], without[name], atol=1e-6) for name in without)
+
+
 class Elsewhere(Model):
     def __init__(self):
         super().__init__()

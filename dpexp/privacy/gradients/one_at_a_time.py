@@ -195,13 +195,12 @@ class OneAtATime:
             if not (self.trains_users and isinstance(error, NoLoss)):
                 raise
         except Exception as error:
-            if not self.trains_users:
-                records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
-                remedy = "" if public is not None else " Or give a validation set, whose first record is tried."
-                raise NoLoss(
-                    f"model: training_step fails for every synthetic record; the data's are {describe(records)}: "
-                    f"{explain(error)}{remedy}"
-                ) from error
+            records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
+            remedy = "" if public is not None else " Or give a validation set, whose first record is tried."
+            raise NoLoss(
+                f"model: training_step fails for every synthetic record; the data's are {describe(records)}: "
+                f"{explain(error)}{remedy}"
+            ) from error
 
     def test(self, chunks: Sequence[Chunk]) -> None:
         """Raises ConfigError unless a synthetic record has the same gradients before and after others.
