@@ -169,7 +169,7 @@ def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
 
 def test_a_first_user_who_cannot_train_adds_nothing(tmp_path, quiet, in_order):
     x, y = rows(9)
-    users, record = [[(x[3 * u + k], y[3 * u + k]) for k in range(3)] for u in range(3)], User(3, None, LOCALS["epochs"])
+    users, record = [[(x[i], y[i]) for i in some] for some in BY_THREES[:3]], User(3, None, LOCALS["epochs"])
 
     def total(users):
         return released(tmp_path, users, record, users=4, precision="32-true")[0]
