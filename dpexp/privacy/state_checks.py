@@ -1,6 +1,7 @@
 """Digests of tensors, weights and other values, by which changes are noticed, and what is said of a step's state."""
 
 import hashlib
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -54,15 +55,30 @@ def digest(tensor: Tensor) -> bytes:
     return sha.digest()
 
 
-_ROUNDING = 5e-3  # relative, that a GPU's kernels are allowed in half precision; what a record adds is far more
+def differ(some: Sequence[Tensor], other: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+    """Whether tensors differ in any bit; on a GPU, whose kernels add up in another order each time, by more than that.
 
-
-def differ(some: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether any bit differs; on a GPU, whose kernels add up in another order each time, more than by rounding."""
+    Args:
+        again: what made `some`, made once more.
+    """
     if len(some) != len(other):
         return True
-    pairs = [(a, b) for a, b in zip(some, other, strict=True) if digest(a) != digest(b)]
-    if all(t.device.type == "cpu" for pair in pairs for t in pair):
-        return bool(pairs)
-    error = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return not error <= _ROUNDING**2 * sum(float(a.double().square().sum()) for a in some)
+    changed = [(a, b, c) for a, b, c in zip(some, other, again, strict=False) if digest(a) != digest(b)]
+    if all(a.device.type == "cpu" for a, *_ in changed):
+        return bool(changed)
+    total = math.sqrt(sum(float(a.double().square().sum()) for a in some))
+    return not all(is_rounding(a, b, c, total) for a, b, c in changed)
+
+
+_ROUNDING, _MAX_ROUNDING = 1e-5, 1e-2  # relative; the latter in half precision
+
+
+def is_rounding(some: Tensor, other: Tensor, again: Tensor, total: float) -> bool:
+    """Whether two tensors differ by at most ten times as much as two runs of the same, `some` and `again`, and 1e-5 of
+    `total`, the norm of all tensors."""
+    shown = min(10 * _distance(some, again), _MAX_ROUNDING * total)
+    return _distance(some, other) <= shown + _ROUNDING * total < math.inf
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm())

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import dpexp
 from dpexp.errors import ConfigError
+from dpexp.privacy.state_checks import is_rounding
 
 # What is refused
 
@@ -184,3 +185,19 @@ def test_the_price_of_a_traced_step_is_told_before_the_first_round(tmp_path):
             private.step(lambda model, record: model(record[0]).square().sum(), sample)
     (said,) = [str(w.message) for w in told if "this job's 4 rounds" in str(w.message)]
     assert "times the gradients of a plain step; for" in said
+
+
+# What counts as the rounding of a GPU's kernels
+
+ONES, INFINITE = torch.ones(4), torch.full((4,), torch.inf)
+ROUNDINGS = {
+    "float32": (ONES + 1e-6, ONES, True), "more than that": (ONES + 1e-4, ONES, False),
+    "as in two equal runs": (ONES + 4e-3, ONES - 1e-3, True), "never more": (ONES + 0.1, ONES - 0.1, False),
+    "infinite": (INFINITE, INFINITE, False), "not a number": (ONES * torch.nan, ONES, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other, again, is_rounded", ROUNDINGS.values(), ids=ROUNDINGS)
+def test_rounding_is_what_two_equal_runs_show(other, again, is_rounded):
+    assert is_rounding(ONES, other, again, float(ONES.norm())) == is_rounded
+    assert not is_rounding(ONES, other, again, float("inf"))
