@@ -12,8 +12,17 @@ import torch
 
 from dpexp.errors import ConfigError
 from dpexp.training.data import Cifar10, Digits, Mnist, Shakespeare, Synthetic
-from dpexp.training.data.datasets import COLUMNS, read_adult, read_idx, standard_file, synthetic_users
-from dpexp.training.data.text import CHARACTERS, IGNORED, text_by_speaker, windows
+from dpexp.training.data.datasets import (
+    CHARACTERS,
+    COLUMNS,
+    read_adult,
+    read_idx,
+    standard_file,
+    synthetic_users,
+    text_by_speaker,
+    windows,
+)  # fmt: skip
+from dpexp.training.language import IGNORED
 from dpexp.training.models import Lstm
 
 
@@ -146,7 +155,7 @@ def test_windows_hold_all_that_is_said_and_each_next_character(length):
 def test_every_tenth_speaker_is_held_out(tmp_path, monkeypatch):
     spoken = {f"S{k}": "ab\n" * (k + 1) for k in range(20)}
     (tmp_path / "input.txt").write_text("\n\n".join(f"{name}:\n{said.strip()}" for name, said in spoken.items()))
-    monkeypatch.setattr("dpexp.training.data.text.standard_file", lambda root, *_: tmp_path / "input.txt")
+    monkeypatch.setattr("dpexp.training.data.datasets.standard_file", lambda root, *_: tmp_path / "input.txt")
     data = Shakespeare(str(tmp_path), length=4)
     assert set(data.train.user_of) == set(range(18)) and set(data.test.user_of) == {1}, "S0 fills no window"
     assert len(data.train.user_of) == len(data.train) and (data.test.tensors[1] != IGNORED).all()

@@ -226,12 +226,12 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
 @pytest.mark.parametrize(
     "overrides, content, sentence",
     [
-        ((), "\n\n", "data.path=train.txt is empty: it needs documents"),
-        (("data.path=none.txt",), None, "data.path=none.txt cannot be read (No such file"),
-        (("data.path=train.jsonl", "data.text=body"), None, "data.text=body: data.path=train.jsonl has no such field"),
-        (("data.test_path=test.jsonl", "data.text=body"), None, "data.text=body: record 1 of data.test_path="),
+        ((), "\n\n", "data.path=train.txt has no record with a text in text"),
+        (("data.path=none.txt",), None, "data.path=none.txt cannot be read: No such file"),
+        (("data.path=train.jsonl", "data.text=body"), None, "data.path=train.jsonl has no column body, which data.text names"),
+        (("data.test_path=test.jsonl", "data.text=body"), None, "data.test_path=test.jsonl has no column body"),
         (("data.path=train.jsonl", "data.user=name", "privacy_unit=user", "data.users=20"), None,
-         "data.user=name: data.path=train.jsonl has no such field"),
+         "data.path=train.jsonl has no column name, which data.user names"),
         (("privacy_unit=user", "data.users=20"), None, "data.user=null: privacy_unit=user needs the name of the field"),
         (("data.unit=line",), None, "data.unit=line is unknown; choose one of document, block"),
         (("data.unit=block",), None, "data.unit=block with privacy.adjacency=None: neighbours differ by one block"),

@@ -220,10 +220,9 @@ def compressed(name, content):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.csv.bz2"])
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
-def test_files_are_read_as_they_come(table, name, encoding):
+def test_files_are_read_as_they_come(table, name):
     some = rows(9).assign(name="Müller")
-    (table / name).write_bytes(compressed(name, some.to_csv(index=False).encode(encoding)))
+    (table / name).write_bytes(compressed(name, some.to_csv(index=False).encode("utf-8-sig")))
     assert torch.equal(of(path=name).train.tensors[0], of().encode(some))
     assert of(path=name).read_inputs(table / name)["name"].eq("Müller").all()
     assert [*schema([f"data.path={name}"])["columns"]] == ["age", "colour", "name", "ill"] and (
@@ -501,9 +500,9 @@ def test_a_mistake_in_a_schema_is_named(tmp_path, content, said):
 
 LINES = rows(6).to_csv(index=False)
 WRONG_TABLES = [
-    ("", "is empty"),
+    ("", "cannot be read: No columns"),
     (LINES.splitlines()[0], "has no row whose ill is one of no, yes"),
-    (LINES.replace("age", "years"), "has no column age, which data.schema names; its columns are years"),
+    (LINES.replace("age", "years"), "has no column age, which data.schema names"),
     (LINES.replace("ill", "sick"), "has no column ill, which data.target names"),
     (LINES.replace("name", "age"), "each column must have a name of its own, and age occurs twice"),
     (LINES.replace("name", ""), "each column must have a name of its own, and one has no name"),
@@ -514,9 +513,8 @@ WRONG_TABLES = [
     (LINES.replace("ill\n", "ill\n1,red,n,yes,more\n"), "Expected 4 fields in line 2, saw 5"),
     (LINES.replace("age,", ""), "Expected 3 fields in line 2, saw 4"),
     (LINES.replace("ill\n", "ill\n1,red,n,yes,\n"), "Expected 4 fields in line 2, saw 5"),
-    ("  \n" + LINES, "is empty"),
-    (LINES + '1,"red,n,yes\n', "cannot be read as a table"),
-    (LINES.encode("utf-16-le"), "is not in UTF-8, or UTF-16 with its mark"),
+    (LINES + '1,"red,n,yes\n', "cannot be read: "),
+    (LINES.encode("utf-16"), "is not in UTF-8; convert it"),
     (LINES.replace("red", "rouge é").encode("latin1"), "is not in UTF-8"),
     (b"PAR1 no parquet", "has no column age"),
     (LINES.replace(",", " "), "has no column age"),
@@ -533,8 +531,8 @@ def test_a_table_that_does_not_fit_its_schema_is_refused(table, content, said):
 
 REFUSED = [
     (["data=csv"], "data.schema must be given"),
-    (["data.path=none.csv"], "data.path=none.csv cannot be read as a table: No such file"),
-    (["data.path=none.parquet"], "data.path=none.parquet cannot be read as a table: Failed to open"),
+    (["data.path=none.csv"], "data.path=none.csv cannot be read: No such file"),
+    (["data.path=none.parquet"], "data.path=none.parquet cannot be read: Failed to open"),
     (["data.schema=none.yaml"], "data.schema=none.yaml cannot be read: No such file"),
     (["data.target=sick"], "data.target=sick is no column of schema.yaml"),
     (["data.person=id"], "data.person=id is no column of schema.yaml"),

@@ -37,14 +37,11 @@ class Features(TensorData):
             records of the call are.
     """
 
-    def __init__(
-        self, of: pl.LightningDataModule, by: Map, cache: str, at_once: int = 1, batch_size: int = 512,
-        num_workers: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, of: pl.LightningDataModule, by: Map, cache: str, at_once: int = 1) -> None:
         sets = [_tensors(of, name) for name in ("train", "test")]
         folder = Path(cache).expanduser()
         train, test = ((cached_features(x, by, folder, at_once), y) for x, y in sets)
-        super().__init__(train, test, batch_size, num_workers)
+        super().__init__(train, test)
 
 
 def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData, rows_of, text_of, texts_of
+from dpexp.training.data.raw import RawData, check_columns, rows_of, text_of, texts_of
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
@@ -53,15 +53,16 @@ class Table(RawData):
 
     def __init__(
         self, path: str | None, columns: Mapping[str, Mapping[str, Any]], target: str, person: str,
-        test_path: str | None = None, test_hash: Mapping[str, Any] | None = None, batch_size: int = 256,
+        test_path: str | None = None, test_hash: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if path is None:
             raise ConfigError("data.path must be given: a file with the training rows.")
-        self.batch_size, self._path, self._target, self._person = batch_size, path, target, person
+        self._path, self._target, self._person = path, target, person
         self._test_rows = ("data.path", path, True) if test_path is None else ("data.test_path", test_path, None)
         self._test_hash = test_hash
         self._columns = {name: facts for name, facts in columns.items() if name not in (target, person)}
+        self._used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
         self._facts = columns[target]
         self.class_names = self._facts.get("values")
         if (test_path is None) == (test_hash is None):
@@ -90,15 +91,14 @@ class Table(RawData):
 
     def encode(self, inputs: "DataFrame") -> Tensor:
         """x [N, features]."""
-        self._check_columns("data", inputs, {})
+        check_columns("data", inputs, self._used)
         parts = self._parts(inputs)
         self._report("data", inputs, parts)
         return torch.from_numpy(np.concatenate([*parts.values()], 1))
 
     def _parts(self, rows: "DataFrame") -> dict[str, np.ndarray]:
         """The features [N, …] of each column."""
-        used = {name: facts for name, facts in self._columns.items() if facts["kind"] != "ignored"}
-        return {name: _encoded(rows[name], facts) for name, facts in used.items()}
+        return {name: _encoded(rows[name], self._columns[name]) for name in self._used}
 
     def _report(self, where: str, rows: "DataFrame", parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
         """Warns of values of public rows that are neither known nor missing. `refuse`: refuses columns without any."""
@@ -127,7 +127,7 @@ class Table(RawData):
         named = {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
         chunks = self._split(key, path, in_test)
         for rows in chunks if in_test is False else [concat(chunks)]:
-            self._check_columns(f"{key}={path}", rows, named)
+            check_columns(f"{key}={path}", rows, self._used | named)
             y, parts = _encoded(rows[self._target], self._facts), self._parts(rows)
             known = _known(y, self._facts)
             if self._person != "row":
@@ -157,13 +157,6 @@ class Table(RawData):
                 hashed = hash_pandas_object(texts_of(rows[column]).astype(object), index=False).to_numpy()
                 rows = rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
             yield rows
-
-    def _check_columns(self, where: str, rows: "DataFrame", others: dict[str, str]) -> None:
-        used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
-        for name, origin in (used | others).items():
-            if name not in rows:
-                has = ", ".join(map(str, rows.columns))
-                raise ConfigError(f"{where} has no column {name}, which {origin} names; its columns are {has}.")
 
 
 def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
