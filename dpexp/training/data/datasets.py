@@ -236,8 +236,8 @@ _TEST_SPEAKERS = 10  # every tenth
 
 
 class Shakespeare(TensorData):
-    """Tiny Shakespeare (Karpathy 2015): windows of the characters x and next characters y [N, length] in [0, 65) of each
-    speaker.
+    """Tiny Shakespeare (Karpathy 2015): windows of each speaker's characters x and next characters y [N, length] in
+    [0, 65).
 
     A speaker's last window is padded with newlines in x and -100 in y. Every tenth speaker, by first appearance, is in
     the test set, which keeps only full windows. `user_of` of both sets has the speaker of each window, from 0.

@@ -95,9 +95,7 @@ class _Texts(RawData):
 
     def _rows(self, key: str, path: str) -> "DataFrame":
         """The records of a file, some of which have a text."""
-        from pandas import concat
-
-        rows = concat(rows_of(key, path, self._text), ignore_index=True)
+        rows = rows_of(key, path, self._text)
         check_columns(f"{key}={path}", rows, self._fields)
         if not any(self._texts(rows)):
             raise ConfigError(f"{key}={path} has no record with a text in {self._text}.")

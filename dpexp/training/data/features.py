@@ -63,14 +63,9 @@ def cached_features(x: Tensor, by: Map, folder: Path, at_once: int) -> Tensor:
             return found
     features = compute_features(x, by, at_once)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(dir=folder)
-    os.close(descriptor)
-    try:
-        save_file({"features": features}, unfinished)
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        save_file({"features": features}, f"{unfinished}/features")
+        os.replace(f"{unfinished}/features", path)
     return features
 
 
@@ -175,10 +170,7 @@ class Backbone:
             raise ConfigError(
                 f"data.module.by.model: {type(model).__name__} is not an nn.Sequential of more than {head} layers."
             )
-        path = Path(weights).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"data.module.by.weights={weights}: the file does not exist.")
-        load_weights(model, path)
+        load_weights(model, Path(weights).expanduser())
         self._layers = nn.Sequential(*list(model)[:-head]).eval()
 
     def __call__(self, x: Tensor) -> Tensor:

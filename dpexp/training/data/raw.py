@@ -4,10 +4,9 @@ import json
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
 
 _BATCH = 1000  # inputs that a model predicts for at once
-_ROWS = 2**18  # read at once
 _DELIMITERS = ",;\t|"
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
@@ -67,9 +65,7 @@ class RawData(InMemory):
 
     def read_inputs(self, path: Path) -> "DataFrame":
         """New inputs in a file, one per row; by default a table."""
-        from pandas import concat
-
-        return concat(rows_of("data", str(path), self._text), ignore_index=True)
+        return rows_of("data", str(path), self._text)
 
     @abstractmethod
     def encode(self, inputs: "DataFrame") -> Any:
@@ -104,8 +100,8 @@ class RawData(InMemory):
         return DataFrame({"prediction": best} | columns, index=inputs.index)
 
 
-def rows_of(key: str, path: str, text: str | None = None) -> Iterator["DataFrame"]:
-    """The rows of a file in UTF-8, in parts: of Parquet, of lines of JSON (.jsonl or .json), or of CSV, in which every
+def rows_of(key: str, path: str, text: str | None = None) -> "DataFrame":
+    """The rows of a file in UTF-8: of Parquet, of lines of JSON (.jsonl or .json), or of CSV, in which every
     value is a text.
 
     Args:
@@ -121,17 +117,15 @@ def rows_of(key: str, path: str, text: str | None = None) -> Iterator["DataFrame
     kinds = {suffix.lower() for suffix in file.suffixes}
     try:
         if ".parquet" in kinds:
-            yield from _parquet(f"{key}={path}", file)
-        elif (text is None and not kinds & {".jsonl", ".json"}) or ".csv" in kinds:
-            yield from _csv(f"{key}={path}", file)
-        else:
-            with opened(file) as source:
-                content = source.handle.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
-            if kinds & {".jsonl", ".json"}:
-                yield DataFrame([_parsed(line) for line in content.split("\n") if line.strip()], dtype=object)
-            else:
-                texts = re.split(r"\n(?:[ \t]*\n)+", content)
-                yield DataFrame({text: [one.strip() for one in texts if one.strip()]}, dtype=object)
+            return _parquet(f"{key}={path}", file)
+        if ".csv" in kinds or (text is None and not kinds & {".jsonl", ".json"}):
+            return _csv(f"{key}={path}", file)
+        with opened(file) as source:
+            content = source.handle.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
+        if kinds & {".jsonl", ".json"}:
+            return DataFrame([_parsed(line) for line in content.split("\n") if line.strip()], dtype=object)
+        texts = re.split(r"\n(?:[ \t]*\n)+", content)
+        return DataFrame({text: [one.strip() for one in texts if one.strip()]}, dtype=object)
     except ConfigError:
         raise
     except UnicodeError as error:
@@ -141,27 +135,23 @@ def rows_of(key: str, path: str, text: str | None = None) -> Iterator["DataFrame
         raise ConfigError(f"{key}={path} cannot be read: {reason}.") from error
 
 
-def _parquet(where: str, file: Path) -> Iterator["DataFrame"]:
+def _parquet(where: str, file: Path) -> "DataFrame":
     from pandas import DataFrame
     from pyarrow import parquet
 
-    source = parquet.ParquetFile(file)
-    _check_names(where, source.schema_arrow.names)
-    for batch in source.iter_batches(_ROWS):
-        yield DataFrame(dict(zip(batch.schema.names, map(_series, batch.columns), strict=True)))
+    found = parquet.ParquetFile(file).read()
+    _check_names(where, found.column_names)
+    return DataFrame(dict(zip(found.column_names, map(_series, found.columns), strict=True)))
 
 
-def _csv(where: str, file: Path) -> Iterator["DataFrame"]:
+def _csv(where: str, file: Path) -> "DataFrame":
     from pandas import read_csv
 
-    with read_csv(
-        file, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS, header=None,
-        sep=delimiter_of(file),
-    ) as parts:  # fmt: skip
-        rows = next(parts)
-        names = rows.iloc[0].tolist()  # beyond which no row may reach
-        _check_names(where, [name.strip() for name in names])
-        yield from (part.set_axis(names, axis=1).fillna("") for part in chain([rows[1:]], parts))
+    form: Any = {"dtype": str, "keep_default_na": False, "skipinitialspace": True, "sep": delimiter_of(file)}
+    rows = read_csv(file, header=None, **form)
+    names = rows.iloc[0].tolist()  # beyond which no row may reach
+    _check_names(where, [name.strip() for name in names])
+    return rows[1:].set_axis(names, axis=1).fillna("").reset_index(drop=True)
 
 
 def _parsed(line: str) -> dict[str, Any]:
