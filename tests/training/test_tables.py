@@ -483,7 +483,7 @@ REFUSED = [
     (["data.person=id"], "data.person=id is no column of schema.yaml"),
     (["data.person=null"], "data.person must be given"),
     (["data.test_path=null"], "data.test_path or data.test_hash must be given"),
-    (["data.test_path=null", "data.test_hash={column: id, fraction: 0.5}"], "data.path=train.csv has no column id, which data.test_hash.column names"),
+    (["data.test_path=null", "data.test_hash={column: id, fraction: 0.5}"], "train.csv has no column id"),
     (["data.test_path=null", "data.test_hash={column: name, fraction: 2}"], "data.test_hash="),
     (["data.test_path=null", "data.test_hash={column: age, fraction: 0.5}", "data.person=name", "privacy_unit=user"],
      "data.test_hash.column=age must be the person, name"),
