@@ -131,8 +131,8 @@ def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_
     for allowed in ((*other, "check=true"), (*nameless, "check=true"), (*named, "privacy.enabled=false")):
         dpexp_job(*FAST, *allowed, f"model.weights={telling}")
     for ids, about in ((named, {"private": "True", "data_id": "rows"}), (nameless, {"private": "False"})):
-        save_file(load_file(telling), "given", about)
-        dpexp_job(*FAST, *ids, "check=true", "model.weights=given")
+        save_file(load_file(telling), given := telling.with_name("given.safetensors"), about)
+        dpexp_job(*FAST, *ids, "check=true", f"model.weights={given}")
 
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):

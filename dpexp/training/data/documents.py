@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame
 
 _BATCH = 32  # texts that a classifier predicts for at once
-_UNITS = ("document", "block")
 
 
 class Tokens(Dataset):
@@ -140,9 +139,9 @@ class Documents(_Texts):
         user: str | None = None, prompts: Sequence[str] = (), privacy_unit: str = "example",
         adjacency: str | None = None,
     ) -> None:  # fmt: skip
-        if unit not in _UNITS:
+        if unit not in ("document", "block"):
             raise ConfigError(
-                f"data.unit={unit} is unknown; choose one of {', '.join(_UNITS)}, and privacy_unit=user for users."
+                f"data.unit={unit} is unknown; choose one of document, block, and privacy_unit=user for users."
             )
         if privacy_unit == "user" and user is None:
             raise ConfigError("data.user=null: privacy_unit=user needs the name of the field with each record's user.")
@@ -179,7 +178,9 @@ class Documents(_Texts):
     def _encoded(self, rows: "DataFrame") -> Tokens:
         end, length = self._tokenizer.eos_token_id, self.length
         texts = [ids + [end] * (bool(ids) and end is not None and ids[-1] != end) for ids in self._ids(rows)]
-        cut = [[text[:length]] if self._unit == "document" else _blocks(text, length) for text in texts]
+        # The last block of a text may be shorter, but has a token to predict.
+        starts = [range(0, max(1, len(text) - 1) if self._unit == "block" else 1, length) for text in texts]
+        cut = [[text[k : k + length] for k in some] for text, some in zip(texts, starts, strict=True)]
         self._sources = [k for k, parts in enumerate(cut) for _ in parts]
         return Tokens([part for parts in cut for part in parts], length, self._tokenizer.pad_token_id)
 
@@ -266,8 +267,3 @@ class LabelledTexts(_Texts):
 
     def example(self) -> "DataFrame":
         return self._test_rows()[[self._text]].head(2)
-
-
-def _blocks(ids: list[int], length: int) -> list[list[int]]:
-    """A document's tokens, in blocks of `length`; the last may be shorter, but has a token to predict."""
-    return [ids[start : start + length] for start in range(0, max(1, len(ids) - 1), length)]
