@@ -30,7 +30,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import console, print_metrics, print_tested
 from dpexp.training.classifier import Classifier, scores_of
-from dpexp.training.data.raw import RawData, layout_of
+from dpexp.training.data.raw import RawData, delimiter_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_weights
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _table(path: Path) -> np.ndarray:
     from pandas import read_csv
     from pandas.api.types import is_numeric_dtype
 
-    _, form = layout_of(path)
+    form: Any = {"sep": delimiter_of(path)}
     first = read_csv(path, header=None, nrows=1, **form)
     named = not all(map(is_numeric_dtype, first.dtypes)) or [*first.iloc[0]] == [*range(first.shape[1])]
     return read_csv(path, header=0 if named else None, **form).to_numpy(np.float64)

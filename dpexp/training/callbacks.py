@@ -52,7 +52,6 @@ if hasattr(signal, "SIGHUP"):  # not on Windows
     SIGNAL_NAMES[signal.SIGHUP] = "SIGHUP, which a terminal sends when it is closed"
     SIGNAL_NAMES[signal.SIGUSR1] = "SIGUSR1, which schedulers send before they kill a job"
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-NAN_EVALUATIONS = 2  # in a row
 _WEIGHT_CHECKS = 100  # about as many in one training
 
 
@@ -170,8 +169,7 @@ class Stop(pl.Callback):
 
 
 class Watch(pl.Callback):
-    """Stops a training whose model does not fit the public records, whose weights are not finite, or whose validation
-    loss is NaN in NAN_EVALUATIONS evaluations in a row.
+    """Stops a training whose model does not fit the public records, or whose weights are not finite.
 
     Weights are checked after rounds 1, 2, 4, 8, …, and about a hundred times more.
 
@@ -181,7 +179,6 @@ class Watch(pl.Callback):
 
     def __init__(self, rounds: int) -> None:
         self._every = math.ceil(rounds / _WEIGHT_CHECKS)
-        self._nan_evaluations = 0
         self.is_validating_first = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -197,7 +194,7 @@ class Watch(pl.Callback):
         self.is_validating_first = True
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.is_validating_first, self._nan_evaluations = False, 0
+        self.is_validating_first = False
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         done = trainer.global_step
@@ -206,17 +203,6 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_weights(pl_module, trainer.global_step)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        metrics = trainer.callback_metrics.items()
-        nan = [name for name, value in metrics if name.endswith("loss") and bool(torch.isnan(value).any())]
-        self._nan_evaluations = self._nan_evaluations + 1 if nan else 0
-        if self._nan_evaluations >= NAN_EVALUATIONS:
-            raise ConfigError(
-                f"{nan[0]} was NaN at {NAN_EVALUATIONS} evaluations in a row, the last after {trainer.global_step} "
-                "rounds: the model's loss is NaN for some records of the validation set. Lower the learning rate "
-                "(optimizer.lr), or check the model and the loss. Training stops."
-            )
 
 
 def _check_weights(module: pl.LightningModule, rounds: int) -> None:

@@ -92,8 +92,5 @@ class LanguageModel(Classifier):
             self.log_dict({"test_loss": loss.float(), "test_perplexity": loss.exp().float()})
         self._total, self._tokens = 0.0, 0
 
-    def test_step(self, batch: Any) -> None:
-        self.validation_step(batch)
-
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end()

@@ -461,13 +461,11 @@ def test_a_second_job_in_a_folder_changes_nothing(dpexp_job, tmp_path):
     assert after == before
 
 
-@pytest.mark.parametrize("lr, said", [("inf", "are not finite"), ("3e38", "test_loss was NaN at 2 eval")])
-def test_a_training_that_diverges_fails(dpexp_job, tmp_path, lr, said):
-
-    with pytest.raises(SystemExit, match=said):
-        dpexp_job("sampling.steps=30", "model=logistic", "privacy.noise_multiplier=1", f"optimizer.lr={lr}")
+def test_a_training_that_diverges_fails(dpexp_job, tmp_path):
+    with pytest.raises(SystemExit, match="are not finite"):
+        dpexp_job("sampling.steps=30", "model=logistic", "privacy.noise_multiplier=1", "optimizer.lr=inf")
     (run,) = store_of(tmp_path).search_runs(["1"])
-    assert run.info.status == "FAILED" and said in run.data.tags["dpexp.error"]
+    assert run.info.status == "FAILED" and "are not finite" in run.data.tags["dpexp.error"]
 
 
 def test_a_delta_that_protects_nobody_is_told(dpexp_job, capsys):

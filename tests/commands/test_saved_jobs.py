@@ -87,7 +87,7 @@ def test_predictions_for_a_file(job, dpexp_job, tmp_path, kind):
         torch.save(torch.from_numpy(x), path)
     elif kind.startswith("words"):
         names = [f"pixel {k}" for k in range(64)]
-        pd.DataFrame(x.reshape(5, -1), columns=names).to_csv(path, index=False, sep=";", encoding="utf-16")
+        pd.DataFrame(x.reshape(5, -1), columns=names).to_csv(path, index=False, sep=";")
     elif kind.endswith("csv"):
         names = "" if kind.startswith("no names") else ",".join(map(str, range(64)))
         np.savetxt(path, x.reshape(5, -1), delimiter=",", header=names, comments="")

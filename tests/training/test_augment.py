@@ -1,22 +1,17 @@
 """K views of a record are one vector."""
 
-import warnings
-
 import pytest
 import torch
-from plans import plan_of
-from reference import stacked
+from reference import engine_of, norm_of, sums_of
 from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan import clipping
-from dpexp.privacy.round import PrivateRound
 from dpexp.training.classifier import FlipCrop, views
 
 B, K = 6, 5
 BORING = "pytorch_lightning.demos.boring_classes.BoringModel"
+AUGMENT = FlipCrop(2)
 
 
 def case(S, dtype=torch.float64):
@@ -25,67 +20,43 @@ def case(S, dtype=torch.float64):
     module = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 4)
     ).to(dtype)  # fmt: skip
-    plan = plan_of(module, n=10, q=0.5, steps=3, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S), delta=1e-3)
-    engine = PrivateRound(plan, module, GaussianNoise(None))
-    return engine, module, (torch.randn(B, 3, 8, 8, dtype=dtype), torch.randint(4, (B,)))
+    return engine_of(module, S, n=10, q=0.5), module, (torch.randn(B, 3, 8, 8, dtype=dtype), torch.randint(4, (B,)))
 
 
-def augmented(module, augment=None, multiplicity=K):
-    def loss_of(batch):
-        x, y = views(batch, augment or FlipCrop(2), multiplicity)
-        return F.cross_entropy(module(x), y)
-
-    return loss_of
-
-
-def sums_of(engine, loss_of, batch):
-    engine.begin()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that records are slow, say
-        engine.add_chunk(lambda _, one: loss_of(one), stacked(batch), len(batch[1]))
-    engine.end()
-    return {name: total.clone() for name, total in engine._sums.items()}
-
-
-def length(sums):
-    return torch.cat([total.flatten() for total in sums.values()]).norm().item()
-
-
-def difference(some, others):
-    return length({name: some[name] - others[name] for name in some})
+def augmented(module, one):
+    x, y = views(one, AUGMENT, K)
+    return F.cross_entropy(module(x), y)
 
 
 def test_a_records_vector_is_the_mean_of_the_gradients_of_its_views():
     engine, module, (x, y) = case(S=1e6)
-    augment = FlipCrop(2)
     torch.manual_seed(3)
-    sums = sums_of(engine, augmented(module, augment), (x, y))
+    sums = sums_of(engine, augmented, (x, y))
+    assert engine.mode == "traced"
     torch.manual_seed(3)
     drawn = torch.func.vmap(
-        lambda one: torch.stack([augment(one) for _ in range(K)]), randomness="different"
+        lambda one: torch.stack([AUGMENT(one) for _ in range(K)]), randomness="different"
     )(x)  # fmt: skip
     (F.cross_entropy(module(drawn.flatten(0, 1)), y.repeat_interleave(K)) * B).backward()
     expected = {name: p.grad.clone() for name, p in module.named_parameters()}
-    assert difference(sums, expected) < 1e-12 * length(expected)
+    assert norm_of(sums, expected) < 1e-12 * norm_of(expected)
     module.zero_grad()
     (F.cross_entropy(module(x), y) * B).backward()
     unseen = {name: p.grad for name, p in module.named_parameters()}
-    assert difference(sums, unseen) > 0.01 * length(expected)  # the views were other images
+    assert norm_of(sums, unseen) > 0.01 * norm_of(expected)  # the views were other images
 
 
 def test_a_record_of_many_views_moves_a_sum_by_at_most_S():
     """Its views are clipped together, not one by one: each alone is S long, and their mean no longer."""
     S = 0.01
-    engine, module, (x, y) = case(S, torch.float32)
+    engine, _, (x, y) = case(S, torch.float32)
     for i in range(2):
-        alone = sums_of(engine, augmented(module), (x[i : i + 1], y[i : i + 1]))
-        assert 0.99 * S < length(alone) <= S
+        assert 0.99 * S < norm_of(sums_of(engine, augmented, (x[i : i + 1], y[i : i + 1]))) <= S
     even = x.mean((2, 3), keepdim=True).expand_as(x).clone()  # views of which are equal, whatever is drawn
-    whole = sums_of(engine, augmented(module), (even, y))
+    whole = sums_of(engine, augmented, (even, y))
     for i in range(2):
         others = [j for j in range(B) if j != i]
-        without = sums_of(engine, augmented(module), (even[others], y[others]))
-        assert 0.9 * S < difference(whole, without) <= S * (1 + 1e-6)
+        assert 0.9 * S < norm_of(whole, sums_of(engine, augmented, (even[others], y[others]))) <= S * (1 + 1e-6)
 
 
 def test_records_draw_views_of_their_own():
@@ -98,19 +69,18 @@ def test_records_draw_views_of_their_own():
 
 
 def test_views_are_all_crops_of_the_padded_image_and_of_its_mirror():
+    def key(image):
+        return tuple(image.flatten().tolist())
+
     torch.manual_seed(0)
     x = torch.randn(2, 5, 6)
     crops, mirrored = (
-        {_key(wide[:, i : i + 5, j : j + 6]) for i in range(3) for j in range(3)}
+        {key(wide[:, i : i + 5, j : j + 6]) for i in range(3) for j in range(3)}
         for wide in (F.pad(image, (1, 1, 1, 1), mode="reflect") for image in (x, x.flip(2)))
     )
     for flip, expected in ((True, crops | mirrored), (False, crops)):
         seen, _ = views((x[None], torch.zeros(1)), FlipCrop(1, flip=flip), 300)
-        assert {_key(view) for view in seen} == expected
-
-
-def _key(image):
-    return tuple(image.flatten().tolist())
+        assert {key(view) for view in seen} == expected
 
 
 def test_what_goes_with_x_is_repeated():

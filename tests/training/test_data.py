@@ -12,9 +12,17 @@ import torch
 
 from dpexp.errors import ConfigError
 from dpexp.training.data import Cifar10, Digits, Mnist, Shakespeare, Synthetic
-from dpexp.training.data.datasets import COLUMNS, read_adult, read_idx, standard_file, synthetic_users
-from dpexp.training.data.text import CHARACTERS, IGNORED, text_by_speaker, windows
-from dpexp.training.models import Lstm
+from dpexp.training.data.datasets import (
+    CHARACTERS,
+    COLUMNS,
+    read_adult,
+    read_idx,
+    standard_file,
+    synthetic_users,
+    text_by_speaker,
+    windows,
+)  # fmt: skip
+from dpexp.training.language import IGNORED
 
 
 def idx(values):
@@ -40,15 +48,6 @@ def test_synthetic_data_is_reproducible_and_learnable():
     assert (nearest == test_y).float().mean() > 0.9
 
 
-def test_idx_files_are_read(tmp_path):
-    values = np.arange(2 * 3 * 4).reshape(2, 3, 4)
-    (tmp_path / "a.gz").write_bytes(idx(values))
-    assert torch.equal(read_idx(tmp_path / "a.gz"), torch.from_numpy(values).byte())
-    (tmp_path / "b.gz").write_bytes(gzip.compress(b"\x00\x00\x0d\x01rest"))
-    with pytest.raises(ValueError, match="not an idx file"):
-        read_idx(tmp_path / "b.gz")
-
-
 def test_mnist_is_scaled_by_constants(tmp_path, monkeypatch):
     images, labels = np.zeros((5, 28, 28)), np.arange(5)
     images[0, 0, 0], images[1, 0, 0] = 255, 51
@@ -61,6 +60,9 @@ def test_mnist_is_scaled_by_constants(tmp_path, monkeypatch):
     x, y = Mnist(str(tmp_path)).train.tensors
     assert x.shape == (5, 1, 28, 28) and y.tolist() == [0, 1, 2, 3, 4]
     assert x[:3, 0, 0, 0].tolist() == pytest.approx([1.0, -0.6, -1.0])
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"\x00\x00\x0d\x01rest"))
+    with pytest.raises(ValueError, match="not an idx file"):
+        read_idx(tmp_path / "b.gz")
 
 
 def test_cifar10s_archive_is_checked_unpacked_and_read(tmp_path, monkeypatch):
@@ -146,16 +148,7 @@ def test_windows_hold_all_that_is_said_and_each_next_character(length):
 def test_every_tenth_speaker_is_held_out(tmp_path, monkeypatch):
     spoken = {f"S{k}": "ab\n" * (k + 1) for k in range(20)}
     (tmp_path / "input.txt").write_text("\n\n".join(f"{name}:\n{said.strip()}" for name, said in spoken.items()))
-    monkeypatch.setattr("dpexp.training.data.text.standard_file", lambda root, *_: tmp_path / "input.txt")
+    monkeypatch.setattr("dpexp.training.data.datasets.standard_file", lambda root, *_: tmp_path / "input.txt")
     data = Shakespeare(str(tmp_path), length=4)
     assert set(data.train.user_of) == set(range(18)) and set(data.test.user_of) == {1}, "S0 fills no window"
     assert len(data.train.user_of) == len(data.train) and (data.test.tensors[1] != IGNORED).all()
-
-
-def test_scores_of_a_character_do_not_see_those_behind_it():
-    model = Lstm(65, width=16)
-    x = torch.randint(65, (3, 10))
-    scores = model(x)
-    assert scores.shape == (3, 65, 10)
-    x[:, 6:] = 0
-    assert torch.allclose(model(x)[..., :6], scores[..., :6], atol=1e-6)

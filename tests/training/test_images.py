@@ -137,29 +137,20 @@ def test_folders_of_editors_and_systems_hold_no_images(folders, dpexp_job, hidde
     assert class_names("train", "test") == ["a", "b"] and len(of().read_inputs(folders / "test")) == 20
 
 
+def removed(*folders):
+    for folder in folders:
+        shutil.rmtree(folder)
+        Path(folder).mkdir()
+
+
 MISTAKES = {
     "cut.png cannot be read: ": lambda: shutil.move("train/a/cut.png", "test/a/cut.png"),
-    "data.test_path=test: test/c/00.png cannot be read: c is none of": lambda: images_in_class("test/c"),
+    "data.test_path=test: test/c/00.png cannot be read: c is none of": lambda: shutil.copytree("test/a", "test/c"),
     "data.test_path=test must be a folder that": lambda: shutil.rmtree("test"),
     "data.path=train must be a folder that": lambda: shutil.rmtree("train"),
-    "data.path=train holds no record that can be read of the classes a, b": lambda: others_only("train"),
-    "data.test_path=test holds no record that can be read": lambda: emptied("test"),
+    "data.path=train holds no record that can be read of the classes a, b": lambda: removed("train"),
+    "data.test_path=test holds no record that can be read": lambda: removed("test/a", "test/b"),
 }
-
-
-def images_in_class(folder):
-    shutil.copytree("test/a", folder)
-
-
-def others_only(folder):
-    for name in "ab":
-        shutil.move(f"{folder}/{name}", f"{folder}/not_{name}")
-
-
-def emptied(folder):
-    for name in "ab":
-        shutil.rmtree(f"{folder}/{name}")
-        (Path(folder) / name).mkdir()
 
 
 @pytest.mark.parametrize("said", MISTAKES)
@@ -175,15 +166,11 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
     "argument, said",
     [
         ("data.path=train/a/00.png", "data.path=train/a/00.png must be a folder"),
-        ("data.path=nowhere", "data.path=nowhere must be a folder"),
-        ("data.path=nowhere data.test_path=null", "data.path=nowhere must be a folder"),
         ("data.path=nowhere data.class_names=[a,b]", "data.path=nowhere must be a folder"),
         ("data.test_path=null", "data.test_path=None must be a folder"),
         ("data.test_path=test/a", "data.class_names=[] must be at least two different names"),
-        ("data.class_names=[a]", "data.class_names=['a'] must be at least two"),
         ("data.class_names=[a,a]", "data.class_names=['a', 'a'] must be at least two"),
         ("data.shape=[4,8,8]", "data.shape=[4, 8, 8] must be [channels, height, width] with 1 or 3 channels"),
-        ("data.n=???", "data.n must be given"),
     ],
 )
 def test_mistakes_in_the_configuration_are_refused_in_one_sentence(folders, dpexp_job, argument, said):
@@ -209,7 +196,7 @@ def test_folders_may_be_named_by_numbers(folders):
 
 def test_new_inputs_that_cannot_be_read_are_named(folders):
     data = of()
-    with pytest.raises(ConfigError, match="in a column image; columns: path"):
+    with pytest.raises(ConfigError, match=r"data has no column image, which data\.module\.input names"):
         data.encode(pd.DataFrame({"path": ["test/a/00.png"]}))
     with pytest.raises(ConfigError, match=r"nowhere\.png cannot be read"):
         data.encode(pd.DataFrame({"image": ["test/a/00.png", "nowhere.png"]}))

@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import PeftModel
-from plans import plan_of
-from reference import stacked
+from reference import engine_of, sums_of
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -20,8 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import dpexp
 from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError
-from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.round import PrivateRound
 from dpexp.training.data.documents import Documents, LabelledTexts
 from dpexp.training.language import LanguageModel, causal_lm, is_causal
 from dpexp.training.pretrained import Lora
@@ -61,7 +58,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=18, n_positions=32, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        vocab_size=18, n_positions=32, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         bos_token_id=0, eos_token_id=0, initializer_range=0.3,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained("tiny")
@@ -107,17 +104,15 @@ def test_a_block_never_crosses_documents_or_users(folder):
     assert {*seen} == {(k // 3, k + 2) for k in range(len(some))}
 
 
-@pytest.mark.parametrize("unit", ["document", "block", "user"])
+@pytest.mark.parametrize("unit", ["block", "user"])
 def test_one_more_or_less_moves_the_released_sum_by_at_most_s(folder, dpexp_job, unit):
     options = {
-        "document": ("data.path=train.txt",),
         "block": ("data.path=train.txt", "data.unit=block", "data.length=6", "privacy.adjacency=replace_one"),
         "user": ("data.path=train.jsonl", "data.user=who", "data.users=20", "privacy_unit=user"),
     }[unit]
     weights = []
     for changed in (False, True):
-        some = texts(60)
-        some = some if not changed else some[1:] if unit == "document" else some[3:]
+        some = texts(60)[3:] if changed else texts(60)
         if unit == "block":  # all words of the first block of a document replaced
             some = [*texts(60)[1:], "o n m l k j g h i" if changed else "a b c d e f g h i"]
         (folder / "train.txt").write_text("\n\n".join(some))
@@ -129,36 +124,38 @@ def test_one_more_or_less_moves_the_released_sum_by_at_most_s(folder, dpexp_job,
     assert 0.01 * S < moved * n <= replaced * S * 1.0001
 
 
-def test_a_record_without_a_text_contributes_nothing(folder, dpexp_job):
-    weights = []
-    for bad in ("", '{"text": 3}\n[1]\n{"text": ""}\n{"tex\n'):
-        write("train.jsonl", texts(60))
-        with open("train.jsonl", "a") as file:
-            file.write(bad)
-        dpexp_job(*JOB, "data.path=train.jsonl", *ONE_ROUND, "sampling=full_batch", f"hydra.run.dir=out{len(bad)}")
-        weights.append(load_file(folder / f"out{len(bad)}" / "weights.safetensors"))
-    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-7) for name in weights[0])
+def test_a_document_is_one_record_and_one_without_a_text_contributes_nothing(folder):
+    data = documents("train.jsonl").train
+    with open("train.jsonl", "a") as file:
+        file.write('{"text": 3}\n[1]\n{"text": " "}\n{"text": "a"}\n{"tex\n')
+    odd = documents("train.jsonl").train
+    assert len(data) == 60 and len(odd) == 65 and torch.equal(odd.ids[:60], data.ids)
+    for k in (60, 61, 62, 64):
+        with pytest.raises(dpexp.errors.RecordError, match="has no text"):
+            odd[k]
+    assert odd[63]["attention_mask"].sum() == 2  # a word and the end
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "txt"])
+def test_texts_in_other_files_are_the_same(folder, suffix):
+    some = pd.read_json("train.jsonl", lines=True)
+    if suffix == "txt":
+        (folder / "other.txt").write_text("\n\n".join(some["text"]))
+    else:
+        some.to_csv("other.csv", index=False) if suffix == "csv" else some.to_parquet("other.parquet")
+        labelled = [LabelledTexts(path, "test.jsonl", "tiny", LENGTH, "kind", ["cat", "other"]).train
+                    for path in ("train.jsonl", f"other.{suffix}")]  # fmt: skip
+        assert labelled[0].labels == labelled[1].labels
+    assert torch.equal(documents(f"other.{suffix}").train.ids, documents("train.jsonl").train.ids)
 
 
 def test_the_step_of_gpt2_is_traced(folder):
     torch.manual_seed(0)
     model = Lora(rank=2, head=False)(causal_lm("tiny"))
     assert is_causal(model) and all(".lora_" in name for name, p in model.named_parameters() if p.requires_grad)
-    module = LanguageModel(model, torch.optim.Adam)
-    plan = plan_of(module, n=60, q=0.1, steps=1, noise_multiplier=1.0)
-    engine = PrivateRound(plan, module, GaussianNoise())
-    engine.begin()
-    batch = default_collate([documents().train[k] for k in range(4)])
-    engine.add_chunk(lambda own, record: own.loss_and_scores(record)[0], stacked(batch), 4)
+    engine, batch = engine_of(LanguageModel(model)), default_collate([documents().train[k] for k in range(4)])
+    sums_of(engine, lambda own, record: own.loss_and_scores(record)[0], batch)
     assert engine.mode == "traced"
-
-
-@pytest.fixture
-def job(folder, dpexp_job):
-    write_prompts()
-    return dpexp_job(
-        *JOB, "sampling.expected_batch_size=30", "optimizer.lr=0.05", "sampling.epochs=10", "privacy.epsilon=100"
-    )
 
 
 def write_prompts():
@@ -176,7 +173,11 @@ def perplexity(model, texts):
     return math.exp(loss / count)
 
 
-def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder, job):
+def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder, dpexp_job):
+    write_prompts()
+    job = dpexp_job(
+        *JOB, "sampling.expected_batch_size=30", "optimizer.lr=0.05", "sampling.epochs=10", "privacy.epsilon=100"
+    )
     model, ids = dpexp.load(job), documents().test
     metrics = json.loads((job / "result.json").read_text())["metrics"]
     assert metrics["test_perplexity"] == pytest.approx(perplexity(model, ids), rel=1e-5)
@@ -185,7 +186,7 @@ def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder,
         base = AutoModelForCausalLM.from_pretrained("tiny")
         adapted = PeftModel.from_pretrained(base, job / "adapter").eval()
         tokens = ids[0]["input_ids"][None]
-        before = AutoModelForCausalLM.from_pretrained("tiny").eval()(tokens).logits
+        before = causal_lm("tiny").eval()(tokens).logits
         assert torch.allclose(adapted(tokens).logits, model(tokens).logits, atol=1e-6)
         assert not torch.allclose(before, model(tokens).logits, atol=1e-3)
     assert "ε" in (job / "adapter" / "README.md").read_text()
@@ -194,10 +195,8 @@ def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder,
     whole = model.generate(torch.tensor([[2, 3]]), max_length=LENGTH, do_sample=False, pad_token_id=0)
     assert found["continuation"][0].split() == [WORDS[k - 2] for k in whole[0, 2:].tolist() if k > 1]
     assert (job / "generated.txt").read_text().startswith("a b → ")
-    served = mlflow.pyfunc.load_model(str(job / "mlflow_model"))
-    assert (
-        served.predict(pd.read_csv("prompts.csv")[["text"]])["continuation"].tolist() == found["continuation"].tolist()
-    )
+    served = mlflow.pyfunc.load_model(str(job / "mlflow_model")).predict(pd.read_csv("prompts.csv")[["text"]])
+    assert served["continuation"].tolist() == found["continuation"].tolist()
     mlflow.set_tracking_uri(f"sqlite:///{folder}/outputs/mlflow.db")
     run = (job / "mlflow_run_id").read_text()
     names = {artifact.path for artifact in mlflow.MlflowClient().list_artifacts(run)}
@@ -209,7 +208,7 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
     job = dpexp_job(
         "experiment=finetune_classifier", "model.name=tiny", "data.path=train.jsonl", "data.test_path=test.jsonl",
         "data.n=60", "data.label=kind", "data.class_names=[cat,other]", f"data.length={LENGTH}", "tracking=none",
-        "sampling.expected_batch_size=30", "trainer.num_evaluations=0",
+        "sampling.expected_batch_size=30", "sampling.epochs=2", "trainer.num_evaluations=0",
     )  # fmt: skip
     assert "test_accuracy" in json.loads((job / "result.json").read_text())["metrics"]
     found = predict([str(job), "prompts.csv"])
@@ -226,12 +225,12 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
 @pytest.mark.parametrize(
     "overrides, content, sentence",
     [
-        ((), "\n\n", "data.path=train.txt is empty: it needs documents"),
-        (("data.path=none.txt",), None, "data.path=none.txt cannot be read (No such file"),
-        (("data.path=train.jsonl", "data.text=body"), None, "data.text=body: data.path=train.jsonl has no such field"),
-        (("data.test_path=test.jsonl", "data.text=body"), None, "data.text=body: record 1 of data.test_path="),
+        ((), "\n\n", "data.path=train.txt has no record with a text in text"),
+        (("data.path=none.txt",), None, "data.path=none.txt cannot be read: No such file"),
+        (("data.path=train.jsonl", "data.text=body"), None, "data.path=train.jsonl has no column body, which"),
+        (("data.test_path=test.jsonl", "data.text=body"), None, "data.test_path=test.jsonl has no column body"),
         (("data.path=train.jsonl", "data.user=name", "privacy_unit=user", "data.users=20"), None,
-         "data.user=name: data.path=train.jsonl has no such field"),
+         "data.path=train.jsonl has no column name, which data.user names"),
         (("privacy_unit=user", "data.users=20"), None, "data.user=null: privacy_unit=user needs the name of the field"),
         (("data.unit=line",), None, "data.unit=line is unknown; choose one of document, block"),
         (("data.unit=block",), None, "data.unit=block with privacy.adjacency=None: neighbours differ by one block"),

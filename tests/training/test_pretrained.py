@@ -128,11 +128,11 @@ def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_
     said = r"come from a training without privacy on the records of data\.id=rows; use"
     with pytest.raises(SystemExit, match=said):
         dpexp_job(*FAST, *named, f"model.weights={telling}")
-    for allowed in (other, nameless, (*named, "privacy.enabled=false")):
+    for allowed in ((*other, "check=true"), (*nameless, "check=true"), (*named, "privacy.enabled=false")):
         dpexp_job(*FAST, *allowed, f"model.weights={telling}")
-    for ids, privacy in ((named, "true"), (nameless, "false")):  # weights of a private job, or of no data.id
-        given = dpexp_job(*FAST, *ids, f"privacy.enabled={privacy}") / "weights.safetensors"
-        dpexp_job(*FAST, *ids, f"model.weights={given}")
+    for ids, about in ((named, {"private": "True", "data_id": "rows"}), (nameless, {"private": "False"})):
+        save_file(load_file(telling), given := telling.with_name("given.safetensors"), about)
+        dpexp_job(*FAST, *ids, "check=true", f"model.weights={given}")
 
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):

@@ -23,7 +23,7 @@ from dpexp.commands.saved_jobs import predict
 from dpexp.commands.schema import schema
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import _metrics_of_all
-from dpexp.training.data import Table, raw
+from dpexp.training.data import Table
 from dpexp.training.data.raw import texts_of
 from dpexp.training.data.tables import facts_of, numbers_of
 
@@ -141,17 +141,20 @@ def test_categories_and_persons_that_were_written_as_floats_are_the_same(table, 
     facts = columns(ward={"kind": "category", "values": [0, 1, 2]})
     facts = facts_of(str(written(table, facts)), "ill", "row")["columns"]
     some = rows(40).assign(ward=lambda t: t.index % 3, name=lambda t: t.index // 2)
-    odd = pd.concat([some, some[:1].assign(ward=None, name=None, age=7)])
+    odd = pd.concat([some, some[:2].assign(ward=[None, 7], name=None, age=[None, 1e308])])
     for name, part in (("some", some), ("odd", odd)):
         part.to_csv(f"{name}.csv", index=False) if suffix == "csv" else part.to_parquet(f"{name}.parquet")
     assert (odd["ward"].dtype, odd["name"].dtype) != (some["ward"].dtype, some["name"].dtype)
     left, right = (of(facts, f"{name}.{suffix}").train.tensors[0] for name in ("some", "odd"))
-    assert torch.equal(left, right[:40]) and left[:, -3:].sum(1).eq(1).all() and right[40, -3:].sum() == 0
+    assert torch.equal(left, right[:40]) and left[:, -3:].sum(1).eq(1).all() and not right[40:, -3:].any()
     assert torch.equal(left, of(facts).encode(some)) and torch.equal(right, of(facts).encode(odd))
+    by_name = {"column": "name", "fraction": 0.4}
     sides = [
-        pd.concat(Table(f"{name}.{suffix}", facts, "ill", "row", test_hash={"column": "name", "fraction": 0.4})._split(
-            "data.path", f"{name}.{suffix}", True))["age"].astype(int).tolist() for name in ("some", "odd")
-    ]  # fmt: skip
+        numbers_of(
+            Table(path, facts, "ill", "row", test_hash=by_name)._split("data.path", path, True)["age"], AGE
+        ).tolist()
+        for path in (f"some.{suffix}", f"odd.{suffix}")
+    ]
     assert sides[0] == sides[1][: len(sides[0])] and 4 < len(sides[0]) < 36
     users = [Table(f"{name}.{suffix}", facts, "ill", "name", "test.csv").train.user_of for name in ("some", "odd")]
     assert torch.equal(*users) and len(users[0].unique()) == 20
@@ -164,8 +167,8 @@ def test_values_of_test_rows_that_cannot_be_read_are_counted_and_those_of_traini
     with pytest.warns(UserWarning) as told:
         _ = of().test
     (said,) = {str(one.message) for one in told}
-    assert "data.test_path=test.csv: in 7 of 60 rows age is not a number, as 1.5: '1,234'; " in said
-    assert "; in 1 of 60 rows colour is not one of red, blue: 'green'. " in said and "decimal" in said
+    assert "data.test_path=test.csv: in 7 of 60 rows age is not a number: '1,234'; " in said
+    assert "; in 1 of 60 rows colour is not one of red, blue: 'green'. " in said and "data.schema may say" in said
     with pytest.warns(UserWarning, match="data: in 7 of 60 rows age is not a number"):
         of().encode(of().read_inputs(table / "test.csv"))
     with warnings.catch_warnings():
@@ -215,20 +218,27 @@ def test_a_schema_guesses_kinds_and_says_what_it_ignores_or_asks(table, capsys):
     assert (table / "many.yaml").exists() and filled["c16"]["values"] == ["$1", "$2"]
 
 
-def compressed(name, content):
-    return {"gz": gzip.compress, "bz2": bz2.compress}.get(name.rpartition(".")[2], bytes)(content)
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.csv.bz2"])
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
-def test_files_are_read_as_they_come(table, name, encoding):
+@pytest.mark.parametrize(
+    "name, pack, sep", [("a.csv", bytes, ";"), ("a.csv.gz", gzip.compress, "\t"), ("a.csv.bz2", bz2.compress, ",")]
+)
+def test_files_are_read_as_they_come(table, name, pack, sep):
     some = rows(9).assign(name="Müller")
-    (table / name).write_bytes(compressed(name, some.to_csv(index=False).encode(encoding)))
+    (table / name).write_bytes(pack(some.to_csv(index=False, sep=sep).encode("utf-8-sig")))
     assert torch.equal(of(path=name).train.tensors[0], of().encode(some))
     assert of(path=name).read_inputs(table / name)["name"].eq("Müller").all()
-    assert [*schema([f"data.path={name}"])["columns"]] == ["age", "colour", "name", "ill"] and (
-        table / "a.yaml"
-    ).exists()
+    found = schema([f"data.path={name}"])["columns"]
+    assert [*found] == ["age", "colour", "name", "ill"] and (table / "a.yaml").exists()
+
+
+def test_rows_may_be_lines_of_json_of_which_a_broken_one_contributes_nothing(table):
+    rows(9).to_json("some.jsonl", orient="records", lines=True)
+    with open("some.jsonl", "a") as file:
+        file.write('\n{"age": \n[1]\n{"age": 3.5, "odd": [1]}')
+    assert all(map(torch.equal, of(path="some.jsonl").train.tensors, (of().encode(rows(9)), of_labels(rows(9)))))
+
+
+def of_labels(some):
+    return torch.tensor([int(ill == "yes") for ill in some["ill"]])
 
 
 def test_each_row_is_encoded_by_itself(table):
@@ -244,50 +254,10 @@ def test_rows_without_a_target_contribute_nothing(table, suffix):
     assert of(path=f"some.{suffix}").train.tensors[1].tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize("target", ["ill", "age"])
-def test_a_null_in_a_parquet_file_changes_no_other_row(table, target):
-    """pandas makes a column of integers one of floats if a value is missing."""
-    facts = {
-        "age": {"kind": "number", "min": 0, "max": 100},
-        "ward": {"kind": "category", "values": [0, 1, 2]},
-        "ill": {"kind": "category", "values": ["0", "1"]},
-    }
-    facts = facts_of(str(written(table, facts)), target, "row")["columns"]
-    some = pd.DataFrame({"age": [30, 40, 50], "ward": [0, 1, 2], "ill": [1, 0, 1]})
-    odd = {"age": [None, 1e308], "ward": [None, 7], "ill": [None, 1]}
-    some.to_parquet("some.parquet")
-    pd.concat([some.astype("Int64"), pd.DataFrame(odd, dtype=object).astype("Float64")]).to_parquet("odd.parquet")
-    left, right = (of(facts, path, target).train.tensors for path in ("some.parquet", "odd.parquet"))
-    assert len(left[0]) == 3 and all(torch.equal(a, b[:3]) for a, b in zip(left, right, strict=True))
-    new = pd.DataFrame({"age": [30.0, None], "ward": [1.0, None], "ill": [True, None]})  # as pandas reads a CSV file
-    assert torch.equal(of(facts, target=target).encode(new[:1]), left[0][:1] * 0 + of(facts, target=target).encode(
-        pd.DataFrame({"age": ["30"], "ward": ["1"], "ill": ["True"]})))  # fmt: skip
-
-
 def written(folder, columns):
     path = folder / "other.yaml"
     path.write_text(yaml.safe_dump({"rows": 9, "columns": columns}))
     return path
-
-
-def test_a_person_is_in_one_part_however_the_name_is_written(table):
-    some = rows(240).assign(name=lambda t: t["name"] + np.where(t.index % 2, "", " "))
-    some.to_csv("train.csv", index=False)
-    data = Table("train.csv", COLUMNS, "ill", "name", test_hash={"column": "name", "fraction": 0.3})
-    parts = [{*pd.concat(data._split("data.path", "train.csv", side))["name"].str.strip()} for side in (True, False)]
-    assert all(parts) and parts[0].isdisjoint(parts[1])
-
-
-@pytest.mark.parametrize("kind", ["int64", "float64", "string"])
-def test_ids_that_are_missing_move_no_other_row_across(table, kind):
-    ids = pd.Series(range(400), dtype="Int64")
-    some = pd.concat([rows(400).assign(name=ids.astype(kind)), rows(1).assign(name=pd.NA)])
-    sides = []
-    for table_ in (some[:400], some):
-        table_.to_parquet("train.parquet")
-        data = Table("train.parquet", COLUMNS, "ill", "row", test_hash={"column": "name", "fraction": 0.3})
-        sides.append(pd.concat(data._split("data.path", "train.parquet", True)).reset_index(drop=True)["age"].tolist())
-    assert sides[0] == sides[1][: len(sides[0])] and 80 < len(sides[0]) < 160
 
 
 def odd_columns():
@@ -321,25 +291,13 @@ def test_a_value_of_a_parquet_file_that_python_has_not_is_missing(table, facts, 
     assert len(found[1]) == len(odd) and torch.equal(found[0], found[1][:2])
 
 
-def test_the_two_rows_of_an_example_may_come_late(table, monkeypatch):
-    monkeypatch.setattr(raw, "_ROWS", 16)
-    in_test = [7 if k == 100 or k >= 160 else 1 for k in range(169)]
-    rows(169).assign(name=in_test).to_csv("train.csv", index=False)
-    data = Table("train.csv", COLUMNS, "ill", "row", test_hash={"column": "name", "fraction": 0.2})
-    assert len(data.test) == 10 and data.example()["name"].tolist() == ["7", "7"]
-
-
-def test_a_delimiter_and_a_byte_order_mark_are_recognised(table):
-    (table / "semi.csv").write_bytes(b"\xef\xbb\xbf" + rows(9).to_csv(index=False, sep=";").encode())
-    assert torch.equal(of(path="semi.csv").train.tensors[0], of().encode(rows(9)))
-
-
 def test_test_rows_are_chosen_by_a_hash_so_that_a_row_moves_no_other(table):
     def names_in_test(count):
         data = Table("train.csv", COLUMNS, "ill", "name", test_hash={"column": "name", "fraction": 0.3})
-        rows(240).iloc[240 - count :].to_csv("train.csv", index=False)
+        some = rows(240).assign(name=lambda t: t["name"] + np.where(t.index % 2, "", " "))  # one person, written twice
+        some.iloc[240 - count :].to_csv("train.csv", index=False)
         users = {*data.train.user_of.tolist()}
-        return len(users), len(data.test), {*next(data._split("data.path", "train.csv", True))["name"]}
+        return len(users), len(data.test), {*data._split("data.path", "train.csv", True)["name"].str.strip()}
 
     (users, tested, names), (fewer_users, fewer_tested, fewer) = names_in_test(240), names_in_test(237)
     assert (users - fewer_users, tested - fewer_tested) in {(1, 0), (0, 3)}
@@ -396,7 +354,7 @@ def test_a_new_schema_is_empty_and_one_of_the_rows_is_not_private(table, dpexp_j
         schema(["data.path=train.csv", "out=empty.yaml"])
     filled = schema(["data.path=train.csv", "out=clear.yaml", "unsafe=true"])
     assert filled["rows"] == 240 and filled["columns"]["colour"]["values"] == ["blue", "red"]
-    dpexp_job(*CSV, *QUICK, "data.schema=clear.yaml")
+    dpexp_job(*CSV, *QUICK, "data.schema=clear.yaml", "tracking=none")
     assert json.loads((output_of(table) / "result.json").read_text())["private"] is False
 
 
@@ -431,20 +389,20 @@ def test_metrics_of_a_whole_test_set_are_those_of_sklearn():
     )
 
 
-@pytest.mark.parametrize("name", ["data (1)", "a,b=[c]", 'it\'s "ü" $x; ~#&', " {a} "])
-def test_any_path_works_in_all_commands(table, dpexp_job, name, capsys):
+def test_any_path_works_in_all_commands(table, dpexp_job, capsys):
+    name = 'it\'s "ü" (1) a,b=[c] $x; ~#& {a}'
     paths = {key: f"{name} {key}.csv" for key in ("train", "test", "out")} | {"schema": f"{name}.yaml"}
     for key in ("train", "test"):
         (table / f"{key}.csv").rename(paths[key])
     schema([f"data.path={paths['train']}", f"out={paths['schema']}", "unsafe=true"])
     dpexp_job(*CSV, *QUICK, f"data.path={paths['train']}", f"data.test_path={paths['test']}", f"hydra.run.dir={name}",
-              f"data.schema={paths['schema']}", f"data.id={name.strip()}")  # fmt: skip
+              f"data.schema={paths['schema']}", f"data.id={name}")  # fmt: skip
     assert json.loads((table / name / "result.json").read_text())["rounds"] == 3
     dpexp_job("predict", name, paths["test"], f"out={paths['out']}")
     assert len(pd.read_csv(table / paths["out"])) == 60
     dpexp_job("evaluate", name)
     dpexp_job("account", name)
-    dpexp_job("account", f"data.id={name.strip()}")
+    dpexp_job("account", f"data.id={name}")
     command = next(line for line in capsys.readouterr().out.splitlines() if "mlflow ui" in line)
     assert shlex.split(command.partition(", then")[0])[-1].endswith("/outputs/mlflow.db")
 
@@ -456,36 +414,26 @@ def columns(**changed):
 WRONG_SCHEMAS = [
     ({"columns": COLUMNS}, "rows=None must be the published number"),
     ({"rows": 0, "columns": COLUMNS}, "rows=0 must be"),
-    ({"rows": 9.5, "columns": COLUMNS}, "rows=9.5 must be"),
-    ({"rows": 9}, "has no columns"),
     ("- 1", "has no columns"),
     ("a: [", "cannot be read"),
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": None, "max": 1})}, "columns.age.min is empty"),
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": 2, "max": 1})}, "min=2 and max=1 must be numbers"),
-    ({"rows": 9, "columns": columns(age={"kind": "number", "min": "a", "max": 1})}, "must be numbers"),
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": 0, "max": math.inf})}, "must be numbers"),
     (
         {"rows": 9, "columns": columns(age={"kind": "integer"})},
         "columns.age.kind=integer must be one of number, category, date, ignored",
     ),
-    ({"rows": 9, "columns": columns(age=None)}, "columns.age.kind=None"),
     ({"rows": 9, "released": {"ranges": 1}, "columns": COLUMNS}, "is no longer accounted for; fill in public facts"),
     ({"rows": 9, "columns": columns(colour={"kind": "category"})}, "columns.colour.values is empty"),
-    ({"rows": 9, "columns": columns(colour={"kind": "category", "values": []})}, "must be different texts"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": "red"})}, "must be a list of texts"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": [True]})}, "quote yes, no"),
-    ({"rows": 9, "columns": columns(colour={"kind": "category", "values": [1, "1"]})}, "must be different texts"),
     ({"rows": 9, "columns": columns(ill={"kind": "category", "values": ["no"]})}, "at least two different texts"),
     ({"rows": 9, "columns": columns(ill={"kind": "ignored"})}, "columns.ill.kind=ignored must be number or category."),
     ({"rows": 9, "columns": {"ill": COLUMNS["ill"]}}, "all columns but the target are ignored"),
     ({"rows": 9, "columns": columns(age=AGE | {"thousands": "."})}, "decimal=. and thousands=. must be two signs"),
-    ({"rows": 9, "columns": columns(age=AGE | {"thousands": None})}, "decimal=. and thousands=None must be two signs"),
     ({"rows": 9, "columns": columns(age=AGE | {"decimal": "5"})}, "decimal=5 and thousands= must be two signs"),
     ({"rows": 9, "columns": columns(age=DAY | {"format": None})}, "format=None must be a format of strptime"),
-    ({"rows": 9, "columns": columns(age=DAY | {"format": "%q"})}, "format=%q must be a format of strptime"),
     ({"rows": 9, "columns": columns(age=DAY | {"min": 2021})}, "min=2021 and max=2020-12-31 must be dates"),
-    ({"rows": 9, "columns": columns(age=DAY | {"min": "2021-01-01"})}, "must be dates, as 2024-01-31, the first the"),
-    ({"rows": 9, "columns": columns(ill=DAY)}, "columns.ill.kind=date must be number or category"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": [1.0, "1"]})}, "must be different texts"),
 ]
 
@@ -501,25 +449,20 @@ def test_a_mistake_in_a_schema_is_named(tmp_path, content, said):
 
 LINES = rows(6).to_csv(index=False)
 WRONG_TABLES = [
-    ("", "is empty"),
+    ("", "cannot be read: No columns"),
     (LINES.splitlines()[0], "has no row whose ill is one of no, yes"),
-    (LINES.replace("age", "years"), "has no column age, which data.schema names; its columns are years"),
+    (LINES.replace("age", "years"), "has no column age, which data.schema names"),
     (LINES.replace("ill", "sick"), "has no column ill, which data.target names"),
     (LINES.replace("name", "age"), "each column must have a name of its own, and age occurs twice"),
     (LINES.replace("name", ""), "each column must have a name of its own, and one has no name"),
-    (LINES.replace("yes", "1").replace("no", "0"), "has no row whose ill is one of no, yes"),
     (LINES.replace("red", "Red").replace("blue", "Blue"), "in no row is colour one of red, blue"),
-    (pd.DataFrame(rows(6)).assign(age="1,5").to_csv(index=False), "in no row is age a number, as 1.5"),
+    (pd.DataFrame(rows(6)).assign(age="1,5").to_csv(index=False), "in no row is age a number; correct data.schema"),
     (LINES + "1,red,n,yes,more\n", "Expected 4 fields"),
     (LINES.replace("ill\n", "ill\n1,red,n,yes,more\n"), "Expected 4 fields in line 2, saw 5"),
-    (LINES.replace("age,", ""), "Expected 3 fields in line 2, saw 4"),
-    (LINES.replace("ill\n", "ill\n1,red,n,yes,\n"), "Expected 4 fields in line 2, saw 5"),
-    ("  \n" + LINES, "is empty"),
-    (LINES + '1,"red,n,yes\n', "cannot be read as a table"),
-    (LINES.encode("utf-16-le"), "is not in UTF-8, or UTF-16 with its mark"),
+    (LINES + '1,"red,n,yes\n', "cannot be read: "),
+    (LINES.encode("utf-16"), "is not in UTF-8; convert it"),
     (LINES.replace("red", "rouge é").encode("latin1"), "is not in UTF-8"),
     (b"PAR1 no parquet", "has no column age"),
-    (LINES.replace(",", " "), "has no column age"),
 ]
 
 
@@ -533,14 +476,14 @@ def test_a_table_that_does_not_fit_its_schema_is_refused(table, content, said):
 
 REFUSED = [
     (["data=csv"], "data.schema must be given"),
-    (["data.path=none.csv"], "data.path=none.csv cannot be read as a table: No such file"),
-    (["data.path=none.parquet"], "data.path=none.parquet cannot be read as a table: Failed to open"),
+    (["data.path=none.csv"], "data.path=none.csv cannot be read: No such file"),
+    (["data.path=none.parquet"], "data.path=none.parquet cannot be read: Failed to open"),
     (["data.schema=none.yaml"], "data.schema=none.yaml cannot be read: No such file"),
     (["data.target=sick"], "data.target=sick is no column of schema.yaml"),
     (["data.person=id"], "data.person=id is no column of schema.yaml"),
     (["data.person=null"], "data.person must be given"),
     (["data.test_path=null"], "data.test_path or data.test_hash must be given"),
-    (["data.test_path=null", "data.test_hash={column: id, fraction: 0.5}"], "data.test_hash.column=id is no column"),
+    (["data.test_path=null", "data.test_hash={column: id, fraction: 0.5}"], "train.csv has no column id"),
     (["data.test_path=null", "data.test_hash={column: name, fraction: 2}"], "data.test_hash="),
     (["data.test_path=null", "data.test_hash={column: age, fraction: 0.5}", "data.person=name", "privacy_unit=user"],
      "data.test_hash.column=age must be the person, name"),

@@ -1,10 +1,9 @@
 """Data sets as LightningDataModules."""
 
-from dpexp.training.data.datasets import Adult, Cifar10, Digits, FashionMnist, Mnist, Synthetic, TensorData
+from dpexp.training.data.datasets import Adult, Cifar10, Digits, FashionMnist, Mnist, Shakespeare, Synthetic, TensorData
 from dpexp.training.data.features import Backbone, Features, Joined, RandomFeatures, Scattering
 from dpexp.training.data.images import HuggingFace, Images
 from dpexp.training.data.tables import Table
-from dpexp.training.data.text import Shakespeare
 
 __all__ = [
     "Adult", "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "HuggingFace", "Images", "Joined",

@@ -1,7 +1,8 @@
-"""Images, tables and synthetic records, in memory. Normalisation constants are published, never computed from data."""
+"""Images, tables, a text and synthetic records. Normalisation constants are published, never computed from data."""
 
 import gzip
 import math
+import re
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ import pooch
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
+from dpexp.training.data.raw import InMemory
+from dpexp.training.language import IGNORED
 
 
 def standard_file(root: str, url: str, md5: str) -> Path:
@@ -30,33 +32,12 @@ def standard_file(root: str, url: str, md5: str) -> Path:
         ) from error
 
 
-class TensorData(pl.LightningDataModule):
-    """Training and test sets of (x [N, ...], y [N]).
+class TensorData(InMemory):
+    """Training and test sets of (x [N, ...], y [N])."""
 
-    `batch_size` and `num_workers` are those of the training loader, for non-private training; private training draws
-    its own samples. `class_names`: of the classes, in order, if they have names.
-    """
-
-    class_names: ClassVar[Sequence[str] | None] = None
-
-    def __init__(
-        self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], batch_size: int = 256, num_workers: int = 0
-    ) -> None:
+    def __init__(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> None:
         super().__init__()
-        self.train = TensorDataset(*train)
-        self.test = TensorDataset(*test)
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
-
-    def val_dataloader(self) -> DataLoader:
-        """The test set, which is taken as public."""
-        return self.test_dataloader()
-
-    def test_dataloader(self) -> DataLoader:
-        return DataLoader(self.test, 1000)
+        self.train, self.test = TensorDataset(*train), TensorDataset(*test)
 
 
 def synthetic_users(count: int, users: int) -> Tensor:
@@ -73,14 +54,14 @@ class Digits(TensorData):
     `train.user_of` has the user of each image, of synthetic `users`.
     """
 
-    def __init__(self, batch_size: int = 256, num_workers: int = 0, users: int = 200) -> None:
+    def __init__(self, users: int = 200) -> None:
         images, labels = load_digits(return_X_y=True)
         x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
         y = torch.as_tensor(labels, dtype=torch.long)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         train, test = order[:-360], order[-360:]
-        super().__init__((x[train], y[train]), (x[test], y[test]), batch_size, num_workers)
-        self.train.user_of = synthetic_users(len(train), users)  # type: ignore[attr-defined]
+        super().__init__((x[train], y[train]), (x[test], y[test]))
+        self.train.user_of = synthetic_users(len(train), users)
 
 
 class _IdxImages(TensorData):
@@ -93,9 +74,9 @@ class _IdxImages(TensorData):
     mirror: str
     md5: ClassVar[dict[str, str]]
 
-    def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0, users: int = 1000) -> None:
-        super().__init__(self._read(root, "train"), self._read(root, "t10k"), batch_size, num_workers)
-        self.train.user_of = synthetic_users(len(self.train), users)  # type: ignore[attr-defined]
+    def __init__(self, root: str, users: int = 1000) -> None:
+        super().__init__(self._read(root, "train"), self._read(root, "t10k"))
+        self.train.user_of = synthetic_users(len(self.train), users)
 
     def _read(self, root: str, part: str) -> tuple[Tensor, Tensor]:
         images, labels = (
@@ -150,14 +131,14 @@ class Cifar10(TensorData):
     url = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
     md5 = "c32a1d4ab5d03f1284b67883e8d87530"
 
-    def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0) -> None:
+    def __init__(self, root: str) -> None:
         folder = Path(root).expanduser() / "cifar-10-batches-bin"
         if not folder.is_dir():
             with tarfile.open(standard_file(root, self.url, self.md5)) as archive:
                 archive.extractall(folder.parent, filter="data")
         train = [read_binary(folder / f"data_batch_{i}.bin") for i in range(1, 6)]
         x, y = (torch.cat(parts) for parts in zip(*train, strict=True))
-        super().__init__((x, y), read_binary(folder / "test_batch.bin"), batch_size, num_workers)
+        super().__init__((x, y), read_binary(folder / "test_batch.bin"))
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
@@ -215,9 +196,9 @@ class Adult(TensorData):
 
     class_names = ("<=50K", ">50K")
 
-    def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0) -> None:
+    def __init__(self, root: str) -> None:
         train, test = (read_adult(standard_file(root, _ADULT + name, md5)) for name, md5 in _ADULT_MD5.items())
-        super().__init__(train, test, batch_size, num_workers)
+        super().__init__(train, test)
 
 
 def read_adult(path: Path) -> tuple[Tensor, Tensor]:
@@ -240,12 +221,62 @@ class Synthetic(TensorData):
     coordinates have the standard deviation `separation`."""
 
     def __init__(
-        self, n: int, shape: Sequence[int], classes: int, separation: float = 0.5, seed: int = 0,
-        batch_size: int = 256, num_workers: int = 0,
+        self, n: int, shape: Sequence[int], classes: int, separation: float = 0.5, seed: int = 0
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         means = separation * torch.randn(classes, math.prod(shape), generator=generator)
         total = n + n // 4
         y = torch.randint(classes, (total,), generator=generator)
         x = (means[y] + torch.randn(total, math.prod(shape), generator=generator)).reshape(total, *shape)
-        super().__init__((x[:n], y[:n]), (x[n:], y[n:]), batch_size, num_workers)
+        super().__init__((x[:n], y[:n]), (x[n:], y[n:]))
+
+
+CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_TEST_SPEAKERS = 10  # every tenth
+
+
+class Shakespeare(TensorData):
+    """Tiny Shakespeare (Karpathy 2015): windows of each speaker's characters x and next characters y [N, length] in
+    [0, 65).
+
+    A speaker's last window is padded with newlines in x and -100 in y. Every tenth speaker, by first appearance, is in
+    the test set, which keeps only full windows. `user_of` of both sets has the speaker of each window, from 0.
+    """
+
+    url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    md5 = "6fb458f1232090904fb40fe944165e91"
+
+    def __init__(self, root: str, length: int = 80) -> None:
+        text = standard_file(root, self.url, self.md5).read_text()
+        by_speaker = list(text_by_speaker(text).values())
+        train = [lines for k, lines in enumerate(by_speaker) if k % _TEST_SPEAKERS]
+        test = by_speaker[::_TEST_SPEAKERS]
+        (x, y, users), (test_x, test_y, test_users) = windows(train, length), windows(test, length)
+        full = (test_y != IGNORED).all(1)
+        super().__init__((x, y), (test_x[full], test_y[full]))
+        self.train.user_of, self.test.user_of = users.tolist(), test_users[full].tolist()
+
+
+def text_by_speaker(text: str) -> dict[str, str]:
+    """All that each speaker says, in the order of first appearance. A speech is a line with a name and a colon, and the
+    lines up to the next empty line, if any."""
+    found: dict[str, str] = {}
+    for speech in re.split(r"\n\n+", text.strip()):
+        name, _, lines = speech.partition("\n")
+        found[name.rstrip(":")] = found.get(name.rstrip(":"), "") + lines + "\n"
+    return found
+
+
+def windows(texts: list[str], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, length], y [N, length] and the speaker [N] of all windows of all speakers' texts, in order."""
+    code = {character: k for k, character in enumerate(CHARACTERS)}
+    xs, ys, users = [], [], []
+    for user, text in enumerate(texts):
+        codes = torch.tensor([code[character] for character in text])
+        count = -(-(len(codes) - 1) // length)
+        x, y = torch.full((count * length,), code["\n"]), torch.full((count * length,), IGNORED)
+        x[: len(codes) - 1], y[: len(codes) - 1] = codes[:-1], codes[1:]
+        xs.append(x.view(count, length))
+        ys.append(y.view(count, length))
+        users += [user] * count
+    return torch.cat(xs), torch.cat(ys), torch.tensor(users)

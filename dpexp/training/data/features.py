@@ -37,14 +37,11 @@ class Features(TensorData):
             records of the call are.
     """
 
-    def __init__(
-        self, of: pl.LightningDataModule, by: Map, cache: str, at_once: int = 1, batch_size: int = 512,
-        num_workers: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, of: pl.LightningDataModule, by: Map, cache: str, at_once: int = 1) -> None:
         sets = [_tensors(of, name) for name in ("train", "test")]
         folder = Path(cache).expanduser()
         train, test = ((cached_features(x, by, folder, at_once), y) for x, y in sets)
-        super().__init__(train, test, batch_size, num_workers)
+        super().__init__(train, test)
 
 
 def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
@@ -66,14 +63,9 @@ def cached_features(x: Tensor, by: Map, folder: Path, at_once: int) -> Tensor:
             return found
     features = compute_features(x, by, at_once)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(dir=folder)
-    os.close(descriptor)
-    try:
-        save_file({"features": features}, unfinished)
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        save_file({"features": features}, f"{unfinished}/features")
+        os.replace(f"{unfinished}/features", path)
     return features
 
 
@@ -178,10 +170,7 @@ class Backbone:
             raise ConfigError(
                 f"data.module.by.model: {type(model).__name__} is not an nn.Sequential of more than {head} layers."
             )
-        path = Path(weights).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"data.module.by.weights={weights}: the file does not exist.")
-        load_weights(model, path)
+        load_weights(model, Path(weights).expanduser())
         self._layers = nn.Sequential(*list(model)[:-head]).eval()
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData
+from dpexp.training.data.raw import RawData, check_columns
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame
@@ -38,11 +38,10 @@ class Images(RawData):
     """
 
     def __init__(
-        self, path: str, test_path: str, class_names: Sequence[str], shape: Sequence[int], input: str = "image",
-        batch_size: int = 256,
+        self, path: str, test_path: str, class_names: Sequence[str], shape: Sequence[int], input: str = "image"
     ) -> None:  # fmt: skip
         super().__init__()
-        self.batch_size, self._input, self._shape, self._paths = batch_size, input, tuple(shape), (path, test_path)
+        self._input, self._shape, self._paths = input, tuple(shape), (path, test_path)
         self.class_names: Sequence[str] = [str(name) for name in class_names]
 
     @cached_property
@@ -70,8 +69,7 @@ class Images(RawData):
 
     def encode(self, inputs: "DataFrame") -> Tensor:
         """x [N, …] of a column that holds images (a file's path or content) or lists of numbers."""
-        if self._input not in inputs or not len(inputs):
-            raise ConfigError(f"data: there are no inputs in a column {self._input}; columns: {', '.join(inputs)}.")
+        check_columns("data", inputs, {self._input: "data.module.input"})
         values = [*inputs[self._input]]
         return self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
 
@@ -138,9 +136,9 @@ class HuggingFace(Images):
 
     def __init__(
         self, path: str, class_names: Sequence[str], shape: Sequence[int], input: str, label: str,
-        subset: str | None = None, train_split: str = "train", test_split: str = "test", batch_size: int = 256,
+        subset: str | None = None, train_split: str = "train", test_split: str = "test",
     ) -> None:  # fmt: skip
-        super().__init__(path, path, class_names, shape, input, batch_size)
+        super().__init__(path, path, class_names, shape, input)
         self._label, self._subset, self._splits = label, subset, (train_split, test_split)
 
     def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:

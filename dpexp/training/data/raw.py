@@ -1,12 +1,12 @@
-"""Data whose inputs come as users have them: rows of a table, images, texts."""
+"""Data sets in memory, of which the test set is taken as public, and the reader of files of one's own."""
 
+import json
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,30 +22,29 @@ if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
 
 _BATCH = 1000  # inputs that a model predicts for at once
-_ROWS = 2**18  # read at once
 _DELIMITERS = ",;\t|"
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
 
-class RawData(pl.LightningDataModule):
-    """A data module that also encodes new inputs, for `python -m dpexp predict` and served models.
-
-    Its constructor reads no data: where a model predicts, the training set may not exist.
+class InMemory(pl.LightningDataModule):
+    """Training and test sets in memory.
 
     Attributes:
-        class_names: of a classifier's classes, in order; None: the model is no classifier.
-        train, test: the data sets, which are read when they are first asked for.
-        batch_size: of training without privacy.
+        train, test: the data sets.
+        class_names: of a classifier's classes, in order, if they have names.
+        batch_size, num_workers: of the training loader, for non-private training; private training draws its own
+            samples. A job sets both.
     """
 
-    class_names: Sequence[str] | None = None
     train: Any
     test: Any
-    batch_size: int
+    class_names: Sequence[str] | None = None
+    batch_size = 256
+    num_workers = 0
 
     def train_dataloader(self) -> DataLoader:
         _ = self.test  # a mistake in it is found before training
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader:
         return self.test_dataloader()
@@ -53,11 +52,20 @@ class RawData(pl.LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return DataLoader(self.test, 1000)
 
+
+class RawData(InMemory):
+    """Data whose inputs come as users have them, and which encodes new ones, for `python -m dpexp predict` and served
+    models.
+
+    Its constructor reads no data: where a model predicts, the training set may not exist. Without `class_names` its
+    model is no classifier.
+    """
+
+    _text: str | None = None  # the column of documents in a text file
+
     def read_inputs(self, path: Path) -> "DataFrame":
         """New inputs in a file, one per row; by default a table."""
-        from pandas import concat
-
-        return concat(rows_of("data", str(path)), ignore_index=True)
+        return rows_of("data", str(path), self._text)
 
     @abstractmethod
     def encode(self, inputs: "DataFrame") -> Any:
@@ -92,72 +100,86 @@ class RawData(pl.LightningDataModule):
         return DataFrame({"prediction": best} | columns, index=inputs.index)
 
 
-def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
-    """The rows of a CSV or Parquet file, in parts; every value of a CSV file is a text.
+def rows_of(key: str, path: str, text: str | None = None) -> "DataFrame":
+    """The rows of a file in UTF-8: of Parquet, of lines of JSON (.jsonl or .json), or of CSV, in which every
+    value is a text.
 
     Args:
         key: the configuration key of the path, for messages.
+        text: the column of documents; a file of any other kind than .csv is then a text of them, between blank lines.
 
     Raises:
-        ConfigError: the file cannot be read as a table with a header.
+        ConfigError: the file cannot be read so.
     """
-    import pandas as pd
+    from pandas import DataFrame
 
     file = Path(os.path.expanduser(path))
+    kinds = {suffix.lower() for suffix in file.suffixes}
     try:
-        if file.suffix.lower() == ".parquet":
-            from pyarrow import parquet
-
-            source = parquet.ParquetFile(file)
-            _check_names(f"{key}={path}", source.schema_arrow.names)
-            for batch in source.iter_batches(_ROWS):
-                yield pd.DataFrame(dict(zip(batch.schema.names, map(_series, batch.columns), strict=True)))
-            return
-        first, form = layout_of(file)
-        if not first.strip():
-            raise ConfigError(f"{key}={path} is empty; its first line must name the columns.")
-        with pd.read_csv(
-            file, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS, header=None, **form
-        ) as parts:
-            rows = next(parts)
-            names = rows.iloc[0].tolist()  # beyond which no row may reach
-            _check_names(f"{key}={path}", [name.strip() for name in names])
-            yield from (part.set_axis(names, axis=1).fillna("") for part in chain([rows[1:]], parts))
+        if ".parquet" in kinds:
+            return _parquet(f"{key}={path}", file)
+        if ".csv" in kinds or (text is None and not kinds & {".jsonl", ".json"}):
+            return _csv(f"{key}={path}", file)
+        with opened(file) as source:
+            content = source.handle.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
+        if kinds & {".jsonl", ".json"}:
+            return DataFrame([_parsed(line) for line in content.split("\n") if line.strip()], dtype=object)
+        texts = re.split(r"\n(?:[ \t]*\n)+", content)
+        return DataFrame({text: [one.strip() for one in texts if one.strip()]}, dtype=object)
     except ConfigError:
         raise
     except UnicodeError as error:
-        raise ConfigError(
-            f"{key}={path} is not in UTF-8, or UTF-16 with its mark; convert it, as by iconv -f latin1 -t utf-8 (or, "
-            "if each second byte is zero, iconv -f utf-16le)."
-        ) from error
+        raise ConfigError(f"{key}={path} is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8.") from error
     except Exception as error:  # each compression has its own
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
-        raise ConfigError(f"{key}={path} cannot be read as a table: {reason}.") from error
+        raise ConfigError(f"{key}={path} cannot be read: {reason}.") from error
 
 
-def layout_of(file: Path) -> tuple[str, dict[str, Any]]:
-    """The first line of a CSV file, and its `encoding` and `sep` for pandas: the delimiter that is in it most often."""
-    encoding = encoding_of(file)
-    with opened(file, encoding) as source:
-        first = source.handle.readline().rstrip("\r\n")
-    if "\0" in first:
-        raise UnicodeError("no text has a NUL")
-    return first, {"encoding": encoding, "sep": max(_DELIMITERS, key=first.count)}
+def _parquet(where: str, file: Path) -> "DataFrame":
+    from pandas import DataFrame
+    from pyarrow import parquet
+
+    found = parquet.ParquetFile(file).read()
+    _check_names(where, found.column_names)
+    return DataFrame(dict(zip(found.column_names, map(_series, found.columns), strict=True)))
 
 
-def opened(file: Path, encoding: str | None = None) -> Any:
-    """A file, which may be compressed, for reading bytes or, in an encoding, texts."""
+def _csv(where: str, file: Path) -> "DataFrame":
+    from pandas import read_csv
+
+    form: Any = {"dtype": str, "keep_default_na": False, "skipinitialspace": True, "sep": delimiter_of(file)}
+    rows = read_csv(file, header=None, **form)
+    names = rows.iloc[0].tolist()  # beyond which no row may reach
+    _check_names(where, [name.strip() for name in names])
+    return rows[1:].set_axis(names, axis=1).fillna("").reset_index(drop=True)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """The object in a line of JSON; an empty one if there is none."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def delimiter_of(file: Path) -> str:
+    """The delimiter that is most often in the first line of a CSV file."""
+    with opened(file) as source:
+        return max(_DELIMITERS, key=source.handle.readline().decode("utf-8-sig").count)
+
+
+def opened(file: Path) -> Any:
+    """A file, which may be compressed, for reading bytes."""
     from pandas.io.common import get_handle
 
-    return get_handle(file, "r" if encoding else "rb", encoding=encoding, is_text=bool(encoding), compression="infer")
+    return get_handle(file, "rb", is_text=False, compression="infer")
 
 
-def encoding_of(file: Path) -> str:
-    """UTF-16 or UTF-32 if a file begins with their mark, else UTF-8."""
-    with opened(file) as source:
-        start = source.handle.read(4)
-    marks = ((b"\xff\xfe\0\0", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
-    return next((name for mark, name in marks if start.startswith(mark)), "utf-8-sig")
+def check_columns(where: str, rows: "DataFrame", named: Mapping[str, str]) -> None:
+    """Refuses rows that lack a column; `named`: column -> the option that names it."""
+    for name, option in named.items():
+        if name not in rows:
+            raise ConfigError(f"{where} has no column {name}, which {option} names.")
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:

@@ -8,10 +8,9 @@ that is no table at all, as by a quote that is never closed, is refused.
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import date, datetime, timedelta
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData, rows_of, text_of, texts_of
+from dpexp.training.data.raw import RawData, check_columns, rows_of, text_of, texts_of
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
@@ -53,15 +52,16 @@ class Table(RawData):
 
     def __init__(
         self, path: str | None, columns: Mapping[str, Mapping[str, Any]], target: str, person: str,
-        test_path: str | None = None, test_hash: Mapping[str, Any] | None = None, batch_size: int = 256,
+        test_path: str | None = None, test_hash: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if path is None:
             raise ConfigError("data.path must be given: a file with the training rows.")
-        self.batch_size, self._path, self._target, self._person = batch_size, path, target, person
+        self._path, self._target, self._person = path, target, person
         self._test_rows = ("data.path", path, True) if test_path is None else ("data.test_path", test_path, None)
         self._test_hash = test_hash
         self._columns = {name: facts for name, facts in columns.items() if name not in (target, person)}
+        self._used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
         self._facts = columns[target]
         self.class_names = self._facts.get("values")
         if (test_path is None) == (test_hash is None):
@@ -83,22 +83,18 @@ class Table(RawData):
         return self._data_set(*self._test_rows)
 
     def example(self) -> "DataFrame":
-        from pandas import concat
-
-        parts = (rows.head(2) for rows in self._split(*self._test_rows) if len(rows))
-        return concat(islice(parts, 2))[[*self._columns]].head(2)
+        return self._split(*self._test_rows)[[*self._columns]].head(2)
 
     def encode(self, inputs: "DataFrame") -> Tensor:
         """x [N, features]."""
-        self._check_columns("data", inputs, {})
+        check_columns("data", inputs, self._used)
         parts = self._parts(inputs)
         self._report("data", inputs, parts)
         return torch.from_numpy(np.concatenate([*parts.values()], 1))
 
     def _parts(self, rows: "DataFrame") -> dict[str, np.ndarray]:
         """The features [N, …] of each column."""
-        used = {name: facts for name, facts in self._columns.items() if facts["kind"] != "ignored"}
-        return {name: _encoded(rows[name], facts) for name, facts in used.items()}
+        return {name: _encoded(rows[name], self._columns[name]) for name in self._used}
 
     def _report(self, where: str, rows: "DataFrame", parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
         """Warns of values of public rows that are neither known nor missing. `refuse`: refuses columns without any."""
@@ -112,7 +108,7 @@ class Table(RawData):
             if len(odd := texts[~texts.str.lower().isin(MISSING)]):
                 said.append(f"in {len(odd)} of {len(rows)} rows {name} is not {wanted}: {odd.iloc[0][:40]!r}")
         if said:
-            advice = "They count as missing; data.schema may declare decimal and thousands of a number."
+            advice = "They count as missing; data.schema may say how numbers and dates are written."
             warnings.warn(f"{where}: {'; '.join(said)}. {advice}")
 
     def decode(self, outputs: Tensor) -> Tensor:
@@ -120,50 +116,37 @@ class Table(RawData):
         return low + (outputs + 1) / 2 * (high - low)
 
     def _data_set(self, key: str, path: str, in_test: bool | None) -> TensorDataset:
-        from pandas import concat, factorize
+        from pandas import factorize
 
-        found: list[tuple[Tensor, Tensor]] = []
-        people: list[Series] = []
+        rows, where = self._split(key, path, in_test), f"{key}={path}"
         named = {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
-        chunks = self._split(key, path, in_test)
-        for rows in chunks if in_test is False else [concat(chunks)]:
-            self._check_columns(f"{key}={path}", rows, named)
-            y, parts = _encoded(rows[self._target], self._facts), self._parts(rows)
-            known = _known(y, self._facts)
-            if self._person != "row":
-                person = texts_of(rows[self._person])
-                known &= person.ne("").to_numpy()
-                people.append(person[known])
-            if in_test is not False and known.any():
-                self._report(f"{key}={path}", rows, {self._target: y} | parts, refuse=True)
-            x, labels = (torch.from_numpy(part[known]) for part in (np.concatenate([*parts.values()], 1), y))
-            found.append((x, labels.argmax(1) if self.class_names else labels[:, 0]))
-        if not any(len(y) for _, y in found):
-            raise ConfigError(f"{key}={path} has no row whose {self._target} is {_wanted(self._facts)}.")
-        data = TensorDataset(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-        if people:
-            data.user_of = torch.from_numpy(factorize(concat(people))[0])  # type: ignore[attr-defined]
+        check_columns(where, rows, self._used | named)
+        y, parts = _encoded(rows[self._target], self._facts), self._parts(rows)
+        known = _known(y, self._facts)
+        if self._person != "row":
+            people = texts_of(rows[self._person])
+            known &= people.ne("").to_numpy()
+        if not known.any():
+            raise ConfigError(f"{where} has no row whose {self._target} is {_wanted(self._facts)}.")
+        if in_test is not False:
+            self._report(where, rows, {self._target: y} | parts, refuse=True)
+        x, labels = (torch.from_numpy(part[known]) for part in (np.concatenate([*parts.values()], 1), y))
+        data = TensorDataset(x, labels.argmax(1) if self.class_names else labels[:, 0])
+        if self._person != "row":
+            data.user_of = torch.from_numpy(factorize(people[known])[0])  # type: ignore[attr-defined]
         return data
 
-    def _split(self, key: str, path: str, in_test: bool | None) -> Iterator["DataFrame"]:
+    def _split(self, key: str, path: str, in_test: bool | None) -> "DataFrame":
         """The rows of a file; only those in the test set, or not in it."""
-        for rows in rows_of(key, path):
-            if self._test_hash is not None and in_test is not None:
-                from pandas.util import hash_pandas_object
+        rows = rows_of(key, path)
+        if self._test_hash is None or in_test is None:
+            return rows
+        from pandas.util import hash_pandas_object
 
-                column = self._test_hash["column"]
-                if column not in rows:
-                    raise ConfigError(f"data.test_hash.column={column} is no column of {path}: {', '.join(rows)}.")
-                hashed = hash_pandas_object(texts_of(rows[column]).astype(object), index=False).to_numpy()
-                rows = rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
-            yield rows
-
-    def _check_columns(self, where: str, rows: "DataFrame", others: dict[str, str]) -> None:
-        used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
-        for name, origin in (used | others).items():
-            if name not in rows:
-                has = ", ".join(map(str, rows.columns))
-                raise ConfigError(f"{where} has no column {name}, which {origin} names; its columns are {has}.")
+        column = self._test_hash["column"]
+        check_columns(f"{key}={path}", rows, {column: "data.test_hash.column"})
+        hashed = hash_pandas_object(texts_of(rows[column]).astype(object), index=False).to_numpy()
+        return rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
 
 
 def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
@@ -195,12 +178,7 @@ def _known(part: np.ndarray, facts: Mapping[str, Any]) -> Any:
 
 def _wanted(facts: Mapping[str, Any]) -> str:
     """The values of a column, in words."""
-    if facts["kind"] == "category":
-        return f"one of {', '.join(facts['values'])}"
-    if facts["kind"] == "date":
-        return f"a date, as {date(2024, 1, 31).strftime(facts.get('format') or '%Y-%m-%d')}"
-    thousands = facts.get("thousands")
-    return f"a number, as {f'1{thousands}234' if thousands else 1}{facts.get('decimal', '.')}5"
+    return f"one of {', '.join(facts['values'])}" if facts["kind"] == "category" else f"a {facts['kind']}"
 
 
 def numbers_of(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
@@ -251,7 +229,7 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
         if value is None:
             raise ConfigError(f"data.{key} must be given: {what}.")
     assert schema and target and person
-    content = read_schema(schema)
+    content = _read_schema(schema)
     columns = content["columns"]
     for key, name in (("target", target), ("person", person)):
         if name not in columns and not (key == "person" and name == "row"):
@@ -277,8 +255,7 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
     }  # fmt: skip
 
 
-def read_schema(schema: str) -> dict[str, Any]:
-    """The content of a schema file, with columns of known kinds."""
+def _read_schema(schema: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(os.path.expanduser(schema)).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -287,35 +264,32 @@ def read_schema(schema: str) -> dict[str, Any]:
     columns = content.get("columns") if isinstance(content, dict) else None
     if not isinstance(columns, dict) or not columns:
         raise ConfigError(f"data.schema={schema} has no columns; python -m dpexp schema writes one.")
-    for name, facts in columns.items():
-        kind = facts.get("kind") if isinstance(facts, dict) else None
-        if kind not in KINDS:
-            raise ConfigError(f"{schema}: columns.{name}.kind={kind} must be one of {', '.join(KINDS)}.")
-        _check_options(f"{schema}: columns.{name}", facts)
-    return content
+    return content  # type: ignore[no-any-return]
 
 
-def _check_options(where: str, facts: dict[str, Any]) -> None:
-    decimal, thousands = str(facts.get("decimal", ".")), str(facts.get("thousands", ""))
-    if facts["kind"] == "number" and not re.fullmatch(r"([^\w+-])(?!\1)[^\w+-]?", decimal + thousands):
-        raise ConfigError(f"{where}: decimal={decimal} and thousands={thousands} must be two signs, as '.' and ','.")
-    form = str(facts.get("format", "%Y"))
-    if "%" not in form or np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
-        raise ConfigError(f"{where}.format={form} must be a format of strptime, as %d.%m.%Y.")
-
-
-def _check_facts(where: str, facts: dict[str, Any], is_target: bool) -> None:
-    kind = facts["kind"]
+def _check_facts(where: str, facts: Any, is_target: bool) -> None:
+    """Refuses what a schema says of a column if it is incomplete or no fact of its kind."""
+    kind = facts.get("kind") if isinstance(facts, dict) else None
+    if kind not in KINDS:
+        raise ConfigError(f"{where}.kind={kind} must be one of {', '.join(KINDS)}.")
     if is_target and kind in ("ignored", "date"):
         raise ConfigError(f"{where}.kind={kind} must be number or category.")
     for key in KINDS[kind]:
         if facts.get(key) is None:
             raise ConfigError(f"{where}.{key} is empty; fill it in from public knowledge, not from the rows.")
     if kind == "number":
+        decimal, thousands = str(facts.get("decimal", ".")), str(facts.get("thousands", ""))
+        if not re.fullmatch(r"([^\w+-])(?!\1)[^\w+-]?", decimal + thousands):
+            raise ConfigError(
+                f"{where}: decimal={decimal} and thousands={thousands} must be two signs, as '.' and ','."
+            )
         low, high = facts["min"], facts["max"]
         if not all(isinstance(x, int | float) and np.isfinite(x) for x in (low, high)) or not low < high:
             raise ConfigError(f"{where}: min={low} and max={high} must be numbers, the first the smaller one.")
     elif kind == "date":
+        form = str(facts.get("format", "%Y"))
+        if "%" not in form or np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
+            raise ConfigError(f"{where}.format={form} must be a format of strptime, as %d.%m.%Y.")
         facts["min"], facts["max"] = low, high = str(facts["min"]), str(facts["max"])
         if not _days(low) < _days(high):
             raise ConfigError(f"{where}: min={low} and max={high} must be dates, as 2024-01-31, the first the earlier.")
