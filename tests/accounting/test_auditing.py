@@ -90,11 +90,11 @@ def test_checks_refute():
 # Checks of the plan, each at a large level, so that errors of both types can be counted.
 
 
-def counted(test, runs=2000):
+def counted(test, runs=600):
     return sum(test() for _ in range(runs)) / runs
 
 
-def within(found, expected, runs=2000):
+def within(found, expected, runs=600):
     return abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / runs)
 
 
@@ -107,7 +107,7 @@ def test_honest_noise_is_refuted_as_often_as_the_level_says_and_less_noise_found
 
 @pytest.mark.parametrize("mu", [0.5, 3.0])
 def test_the_distance_is_refuted_as_often_as_the_level_says_and_found_with_the_power_told(mu):
-    rng, level, yes, runs = np.random.default_rng(8), 0.1, np.arange(100) < 40, 200
+    rng, level, yes, runs = np.random.default_rng(8), 0.1, np.arange(100) < 40, 100
     found = lambda true: distance(*((true * yes + rng.normal(size=100))[those] for those in (yes, ~yes)), mu, level)  # noqa: E731
     detectable = found(mu).detectable
     assert within(counted(lambda: found(mu).refuted, runs), level, runs)
