@@ -27,14 +27,11 @@ from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked,
 SABOTAGES = (
     audited.half_the_noise, audited.the_same_noise_each_round, audited.the_same_noise_for_each_group,
     audited.a_group_unclipped, audited.twice_the_bound, audited.each_vector_clipped_alone,
-    audited.alpha_forgotten_in_the_noise, audited.twice_the_rate, audited.a_round_missing_in_the_ledger,
-    audited.the_true_size_as_divisor, audited.no_noise_for_an_empty_sample, audited.some_noise_twice,
-    audited.some_records_twice, audited.less_noise, audited.a_larger_rate,
+    audited.alpha_forgotten_in_the_noise, audited.some_records_twice, audited.less_noise, audited.a_larger_rate,
 )  # fmt: skip
 
-
 NOISE, RATE = (1.0, 0.995, 0.99, 0.985, 0.98, 0.95), (1.02, 1.04, 1.05, 1.06, 1.1)
-SMALL = {"canaries": 1000, "sampling": "poisson", "q": 0.1, "steps": 80}
+SMALL = {"canaries": 1000, "sampling": "poisson", "q": 0.1, "steps": 80, "noise_multiplier": 2.0}
 
 
 def run(name, **choices):
@@ -45,7 +42,7 @@ def run(name, **choices):
         seconds = time.perf_counter() - began
     refuted = [one.name for one in found.checks if one.refuted] + ["μ"] * (found.mu_bound > found.mu_claimed)
     print(
-        f"{name:<64} μ {check(found, 'distance of scores').found / found.mu_claimed:<6.3g} at least "
+        f"{name:<64} μ {check(found.checks, 'distance of scores').found / found.mu_claimed:<6.3g} at least "
         f"{found.mu_bound / found.mu_claimed:.2f} {seconds:4.1f} s  {', '.join(refuted) or '-'}",
         flush=True,
     )
@@ -77,7 +74,7 @@ def one_audit(sabotage, factor, seed):
         if factor != 1:
             sabotage(patch, factor)
         found = attacked(Path(folder), seed=seed, **SMALL)
-    return bool(found.exceeded), check(found, "noise"), check(found, "rate of inclusion")
+    return bool(found.exceeded), check(found.checks, "noise"), check(found.checks, "rate of inclusion")
 
 
 def power(audits):

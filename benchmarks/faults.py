@@ -51,6 +51,7 @@ MECHANISM, PLAN, TRAINING = "privacy/mechanism.py", "privacy/plan/plan.py", "pri
 ROUNDING, WRITING, EVENTS = "privacy/gradients/norms.py", "accounting/ledger/writer.py", "accounting/ledger/events.py"
 PREPARING, CLAIMS = "privacy/preprocessing.py", "accounting/releases.py"
 COSTS, ADMISSION = "tracking/run_costs.py", "tracking/data_budget.py"
+OPTIONS, RELEASES = "privacy/plan/options.py", "accounting/releases.py"
 TRACE, COPY, FACTORS, LIFTED, LAYERS, GRAPH, GRAPHS, STEP, ALONE, RECURRENT, COMPILED = (
     f"privacy/gradients/{name}.py"
     for name in ("one_record", "module_copy", "factors", "lifted", "layer_gradients", "graph", "graphs", "step",
@@ -152,6 +153,9 @@ FAULTS = [
           "contract -k loggers"),
     fault("changes in containers are not seen", COPY, "_MAX_DEPTH, _MAX_ENTRIES = 4, 1000",
           "_MAX_DEPTH, _MAX_ENTRIES = 0, 1000", "contract -k list"),
+    fault("a copy shares arrays", COPY, "_SHARED if tensor else _DATA", "_SHARED", "contract -k array"),
+    fault("a step reads the Trainer's data", COPY, "        raise ConfigError(\n            f\"training_step reads",
+          "        return value\n        raise ConfigError(\n            f\"training_step reads", "contract -k data"),
     # Factors
     fault("rows of padding count", FACTORS, "torch.where((index == padding)[..., None], 0, g)", "g",
           "factors -k padding"),
@@ -240,6 +244,14 @@ FAULTS = [
     fault("an empty sample is skipped", "privacy/sampling/loader.py",
           "range(0, max(1, len(rows)), self.max_physical_batch_size)",
           "range(0, len(rows), self.max_physical_batch_size)", "policies -k empty"),
+    Fault("the denominator is the size of the sample", ENGINE,
+          (("        chunk = Chunk.of(",
+            "        self.drawn = getattr(self, 'drawn', 0) + size\n        chunk = Chunk.of("),
+           ("self._correlated, plan.sampling.q * plan.n", "self._correlated, max(1, self.drawn)")),
+          "callback -k denominator"),
+    fault("no noise for an empty sample", MECHANISM, "    noise.add_to(noisy,",
+          "    if any(bool(total.any()) for total in sums.values()):\n        noise.add_to(noisy,",
+          "callback -k empty_sample"),
     fault("the denominator is that of the first round", ENGINE, "self._correlated, plan.sampling.q * plan.n",
           "self._correlated, self.plan.sampling.q * self.current_plan.n", "callback -k schedule"),
     # The plan and adaptive bounds
@@ -257,6 +269,12 @@ FAULTS = [
           "adaptive_clipping"),
     fault("noise does not follow an adaptive bound", "privacy/plan/adaptive_clipping.py",
           "S=group.S * factor, sigma=group.sigma * factor", "S=group.S * factor", "adaptive_clipping"),
+    fault("two targets are taken", OPTIONS, "if len(self.given) > 1:", "if False:", "options -k own_values"),
+    fault("a sample larger than the data", OPTIONS, "if self.expected_batch_size > n:", "if False:",
+          "plan -k out_of_range"),
+    fault("a schedule of q for samples of fixed size", OPTIONS, "if self.q is not None and not varies:", "if False:",
+          "plan -k out_of_range"),
+    fault("any adjacency is claimed", OPTIONS, "    check_covered(policy, adjacency)\n", "", "plan -k out_of_range"),
     # The ledger
     Fault("a round is in the ledger after its release", ENGINE,
           (("            ledger.query(group.query)\n        ledger.commit()\n",
@@ -289,6 +307,15 @@ FAULTS = [
     fault("‖c‖ is left out", EVENTS, "math.fsum(c**2 for c in self.bands or (1.0,))", "1", "banded_rounds"),
     fault("an epoch costs what its cheapest round does", CLAIMS, "= min(epochs.get(sampling.epoch, math.inf), z)",
           "= max(epochs.get(sampling.epoch, 0.0), z)", "accountants -k shuffled"),
+    fault("equal rounds count once", RELEASES, "counts[_poisson(z, sampling.q, ledger.adjacency)] += count",
+          "counts[_poisson(z, sampling.q, ledger.adjacency)] = 1", "accountants -k abadi"),
+    fault("rounds of several rates count as one", RELEASES, "rest = replace(release, z=0.0)",
+          "rest = replace(release, z=0.0, q=1.0)", "accountants -k count_together"),
+    fault("of nearly equal rounds some do not count", RELEASES, "found.get(last[rest], 0) + counts[release]",
+          "counts[release]", "accountants -k count_together"),
+    fault("a full truncated sample moves by S", "accounting/accountants.py",
+          'release.z / 2 if release.policy == "truncated_poisson" else release.z', "release.z",
+          "dominating_pairs -k truncated"),
     fault("a block's last rounds are free", "accounting/releases.py", "left = math.ceil(", "left = math.floor(",
           "banded_rounds"),
     fault("a record is in a block's cheapest rounds", "accounting/releases.py", "in sorted(rounds):",
@@ -319,7 +346,20 @@ FAULTS = [
           "return np.min([run_rdp", "sweep -k worst_case"),
     fault("calibration stops above the target", "accounting/calibration.py", "<= cost <= self._limit:",
           "<= cost <= self._limit * 1.01:", "calibration -k knob"),
+    fault("calibration takes what it tried last", "accounting/calibration.py", " if tried[1] <= self._limit), None)",
+          "), None)", "calibration -k unreachable"),
     # The budget of a data set
+    fault("a lost ledger counts as nothing", COSTS,
+          "        return _as_reserved(found, reservation, found.note)\n    ended", "        return found\n    ended",
+          "run_costs -k lost_ledger"),
+    fault("a ledger without some of its lines counts", COSTS, "if ledger.lost is not None:", "if False:",
+          "run_costs -k lost_ledger"),
+    fault("deleted runs do not count", COSTS, "LIKE '%'\", ViewType.ALL)", "LIKE '%'\", ViewType.ACTIVE_ONLY)",
+          "run_costs -k however_they_ended"),
+    fault("a copy of a folder is the run's", COSTS, "(not said.exists() or said.samefile(folder))", "True",
+          "data_budget -k copy"),
+    fault("a budget may be another than before", ADMISSION, "if other.budget is not None and other.budget != kept:",
+          "if False:", "data_budget -k adjacency"),
     fault("a budget does not count the round of a kill", COSTS, "Counter(ledger.rounds) + Counter(left)",
           "Counter(ledger.rounds)", "run_costs -k killed"),
     fault("a budget counts what a running job has done", COSTS, "    if running:", "    if not known:",

@@ -10,6 +10,7 @@ release. Afterwards the ledger must hold at least as many rounds as any process 
 all others must have stopped within seconds.
 """
 
+import logging
 import os
 import random
 import signal
@@ -26,10 +27,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from kills import write_late
+from kills import Point, write_late
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
@@ -38,32 +38,9 @@ from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.privacy import round
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.round import PrivateRound
+from dpexp.training.classifier import Classifier
 
 N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 1.5, 30.0
-
-
-class Model(pl.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        return F.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer_of(count: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    several: dict[str, Any] = {"strategy": "ddp", "devices": count, "plugins": [TorchElasticEnvironment()]}
-    return pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[*callbacks], **several, **options,
-    )  # fmt: skip
-
-
-# What a kill leaves
 
 
 class Witness(pl.Callback):
@@ -79,7 +56,7 @@ class Witness(pl.Callback):
 
 
 POINTS = [
-    (owner, call, when)
+    Point(f"{owner.__name__.rpartition('.')[2]}.{call}", owner, call, when, latest=12)
     for owner, call in (
         (PrivateRound, "begin"), (PrivateRound, "add_chunk"), (PrivateRound, "release"), (SharedLedger, "commit"),
         (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "reduce_to_main"), (Processes, "broadcast"),
@@ -87,34 +64,22 @@ POINTS = [
     )
     for when in ("before", "after")
 ]  # fmt: skip
-OF_THE_FIRST = {(LedgerWriter, "commit"), (round, "add_noise")}
-
-
-def arm(owner: Any, call: str, when: str, nth: int) -> None:
-    real, calls = getattr(owner, call), 0
-
-    def armed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == nth and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*args, **kwargs)
-        if calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, call, armed)
+OF_THE_FIRST = {"LedgerWriter.commit", "round.add_noise"}
 
 
 def train(folder: Path, rank: int, count: int) -> None:
     torch.manual_seed(0)
-    module = Model(nn.Linear(2, 2))
+    module = Classifier(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     plan = make_plan(
         module, n=N, sampling=Sampling(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
     )
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
     data = DataLoader(TensorDataset(torch.randn(N, 2), torch.zeros(N, dtype=torch.long)))
-    trainer_of(count, privacy, Witness(folder, rank), max_epochs=-1).fit(module, data)
+    pl.Trainer(
+        accelerator="cpu", strategy="ddp", devices=count, plugins=[TorchElasticEnvironment()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=-1,
+        callbacks=[privacy, Witness(folder, rank)],
+    ).fit(module, data)  # fmt: skip
 
 
 def fork(folder: Path, rank: int, count: int, port: int, prepare: Any) -> int:
@@ -151,14 +116,14 @@ def kills(times: int, late: bool) -> bool:
             folder.mkdir()
             count = chance.choice((2, 3))
             point = chance.choice([*POINTS, *[None] * (len(POINTS) // 2)])
-            victim = 0 if point and point[:2] in OF_THE_FIRST else chance.randrange(count)
+            victim = 0 if point and point.name in OF_THE_FIRST else chance.randrange(count)
             nth = chance.randint(1, 12)
 
-            def prepare(rank: int, point: Any = point, victim: int = victim, nth: int = nth) -> None:
+            def prepare(rank: int, point: Point | None = point, victim: int = victim, nth: int = nth) -> None:
                 if late:
                     write_late()
                 if point and rank == victim:
-                    arm(*point, nth)
+                    point.arm(nth)
 
             port = free_port()
             children = [fork(folder, rank, count, port, lambda rank=rank: prepare(rank)) for rank in range(count)]
@@ -181,7 +146,7 @@ def kills(times: int, late: bool) -> bool:
                 finished += 1
                 continue
             seconds.append(time.monotonic() - died)
-            name = f"{point[2]} {point[0].__name__}.{point[1]}" if point else "at a random time"
+            name = f"{point.when} {point.name}" if point else "at a random time"
             named[name] += 1
             seen = [path.stat().st_size for path in folder.glob("seen*")]
             ledger = folder / "ledger.jsonl"
@@ -202,16 +167,9 @@ def kills(times: int, late: bool) -> bool:
     return not failures
 
 
-def quieten() -> None:
-    import logging
-
-    for name in ("pytorch_lightning", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    quieten()
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     sys.exit(0 if kills(int(sys.argv[1]) if len(sys.argv) > 1 else 50, "late" in sys.argv) else 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from ordinary import GROUP_NORM, case
-from records import Images, centred
+from records import centred, images
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adadelta, Adam, AdamW
@@ -73,7 +73,7 @@ def _():
             self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
 
         def val_dataloader(self):
-            return DataLoader(Subset(Images(), range(64)), 32)
+            return DataLoader(Subset(images(), range(64)), 32)
 
         def configure_optimizers(self):
             optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
@@ -84,7 +84,7 @@ def _():
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     plateau = partial(ReduceLROnPlateau, mode="min", factor=0.1, patience=10)
-    return Digits(Dense(), partial(Adam, lr=1e-3, weight_decay=0.0), plateau), Images(), {}
+    return Digits(Dense(), partial(Adam, lr=1e-3, weight_decay=0.0), plateau), images(), {}
 
 
 @case("MNIST convnet", "pytorch/examples mnist/main.py")
@@ -113,7 +113,7 @@ def _():
             optimizer = Adadelta(self.parameters(), lr=1.0)
             return [optimizer], [StepLR(optimizer, step_size=1, gamma=0.7)]
 
-    return Net(), Images(), {}
+    return Net(), images(), {}
 
 
 class Residual(nn.Module):
@@ -192,7 +192,7 @@ def _():
         x = F.pad(x, (4, 4, 4, 4))[:, top : top + 32, left : left + 32]
         return x.flip(-1) if torch.rand(()) < 0.5 else x
 
-    return Cifar(), Images(3, 32, augment), {}
+    return Cifar(), images(3, 32, lambda x, y: (augment(x), y)), {}
 
 
 @case("Vision Transformer", "Lightning-AI/tutorials course_UvA-DL/11-vision-transformer")
@@ -260,7 +260,7 @@ def _():
             optimizer = AdamW(self.parameters(), lr=self.hparams.lr)
             return [optimizer], [MultiStepLR(optimizer, milestones=[100, 150], gamma=0.1)]
 
-    return Vit({"dim": 32, "dropout": 0.2}), Images(3, 32), {}
+    return Vit({"dim": 32, "dropout": 0.2}), images(3, 32), {}
 
 
 @case("Mixup and CutMix", "facebookresearch/deit", GROUP_NORM)
@@ -303,18 +303,11 @@ def _():
         def configure_optimizers(self):
             return AdamW(self.parameters(), lr=5e-4, eps=1e-8)
 
-    return Mixed(), Images(3, 32), {}
+    return Mixed(), images(3, 32), {}
 
 
 @case("SimCLR", "Lightning-AI/tutorials course_UvA-DL/13-contrastive-learning", GROUP_NORM)
 def _():
-    class Views:
-        def __init__(self, transform, n=2):
-            self.transform, self.n = transform, n
-
-        def __call__(self, x):
-            return [self.transform(x) for _ in range(self.n)]
-
     def augment(x):
         if torch.rand(()) < 0.5:
             x = x.flip(-1)
@@ -355,4 +348,4 @@ def _():
             optimizer = AdamW(self.parameters(), lr=h.lr, weight_decay=h.weight_decay)
             return [optimizer], [CosineAnnealingLR(optimizer, T_max=h.max_epochs, eta_min=h.lr / 50)]
 
-    return Contrast(), Images(3, 32, Views(augment)), {}
+    return Contrast(), images(3, 32, lambda x, y: ([augment(x) for _ in range(2)], y)), {}

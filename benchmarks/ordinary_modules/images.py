@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from classifiers import ResNet18
 from ordinary import GROUP_NORM, case
-from records import Images
+from records import Records, images
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Adadelta, Adam, RMSprop
@@ -59,21 +59,19 @@ def _():
             optimizer = Adadelta(self.model.parameters(), lr=1.0)
             return [optimizer], [StepLR(optimizer, step_size=1, gamma=0.7)]
 
-    class Pairs(Images):
-        def __init__(self):
-            super().__init__()
-            self.data = (self.x * 255).to(torch.uint8)
-            self.of_class = [np.flatnonzero(self.y.numpy() == c).tolist() for c in range(10)]
+    of = images()
+    data = (of.x * 255).to(torch.uint8)
+    of_class = [np.flatnonzero(of.y.numpy() == c).tolist() for c in range(10)]
 
-        def __getitem__(self, i):
-            draw = random.Random(i)
-            a, b = draw.sample(range(10), 2)
-            one, two = draw.sample(self.of_class[a], 2)
-            if i % 2:
-                two = draw.choice(self.of_class[b])
-            return self.data[one].clone().float(), self.data[two].clone().float(), torch.tensor(1.0 - i % 2)
+    def pair(i):
+        draw = random.Random(i)
+        a, b = draw.sample(range(10), 2)
+        one, two = draw.sample(of_class[a], 2)
+        if i % 2:
+            two = draw.choice(of_class[b])
+        return data[one].clone().float(), data[two].clone().float(), torch.tensor(1.0 - i % 2)
 
-    return Matcher(), Pairs(), {}
+    return Matcher(), Records(pair), {}
 
 
 @case("GAN, manual optimization", "Lightning-AI/tutorials lightning_examples/basic-gan", GROUP_NORM)
@@ -143,7 +141,7 @@ def _():
             options = {"lr": self.hparams.lr, "betas": self.hparams.betas}
             return [Adam(net.parameters(), **options) for net in (self.generator, self.discriminator)], []
 
-    return Gan(1, 28, 28), Images(), {}
+    return Gan(1, 28, 28), images(), {}
 
 
 @case("super resolution", "pytorch/examples super_resolution")
@@ -179,11 +177,7 @@ def _():
         def configure_optimizers(self):
             return Adam(self.parameters(), lr=0.01)
 
-    class Crops(Images):
-        def __getitem__(self, i):
-            return F.avg_pool2d(self.x[i], 2), self.x[i]
-
-    return Resolve(), Crops(1, 32), {}
+    return Resolve(), images(1, 32, lambda x, _: (F.avg_pool2d(x, 2), x)), {}
 
 
 @case("U-Net, Dice and cross entropy", "milesial/Pytorch-UNet", GROUP_NORM)
@@ -255,18 +249,15 @@ def _():
             self.log("validation Dice", dice_coeff(guess[:, 1:], masks[:, 1:], whole_batch=False))
 
         def val_dataloader(self):
-            return DataLoader(Subset(Masks(3, 32), range(64)), 32)
+            return DataLoader(Subset(masks, range(64)), 32)
 
         def configure_optimizers(self):
             optimizer = RMSprop(self.parameters(), lr=1e-5, weight_decay=1e-8, momentum=0.999, foreach=True)
             scheduler = ReduceLROnPlateau(optimizer, "max", patience=5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation Dice"}}
 
-    class Masks(Images):
-        def __getitem__(self, i):
-            return {"image": self.x[i], "mask": (self.x[i].mean(0) > 0.5).long()}
-
-    return Segment(UNet(3, 2)), Masks(3, 32), {}
+    masks = images(3, 32, lambda x, _: {"image": x, "mask": (x.mean(0) > 0.5).long()})
+    return Segment(UNet(3, 2)), masks, {}
 
 
 @case("DDPM", "lucidrains/denoising-diffusion-pytorch")
@@ -369,8 +360,4 @@ def _():
         def configure_optimizers(self):
             return Adam(self.diffusion.parameters(), lr=1e-4, betas=(0.9, 0.99))
 
-    class Alone(Images):
-        def __getitem__(self, i):
-            return self.x[i]
-
-    return Train(), Alone(1, 16), {}
+    return Train(), images(1, 16, lambda x, _: x), {}

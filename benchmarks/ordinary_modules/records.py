@@ -10,71 +10,60 @@ from torch.nn.utils.rnn import pad_sequence
 T, WORDS = 24, 200
 
 
-class Images:
-    """Random images of ten classes."""
+class Records:
+    """N records, `record(i)` each, drawn from a generator of one seed."""
 
-    def __init__(self, channels=1, side=28, transform=None):
-        g = torch.Generator().manual_seed(0)
-        self.x = torch.rand(N, channels, side, side, generator=g)
-        self.y = torch.randint(10, (N,), generator=g)
-        self.transform = transform or (lambda x: x)
+    def __init__(self, record=None):
+        self.record = record
 
     def __len__(self):
         return N
 
     def __getitem__(self, i):
-        return self.transform(self.x[i]), self.y[i]
+        return self.record(i)
 
 
-class Table:
-    """Random rows: numbers, categories, a target."""
+def seeded():
+    return torch.Generator().manual_seed(0)
 
-    def __init__(self, numbers, sizes, classes=2):
-        g = torch.Generator().manual_seed(0)
+
+class Rows(Records):
+    """Random numbers of a shape, and classes."""
+
+    def __init__(self, *shape, classes=3, record=lambda x, y: (x, y)):
+        g = seeded()
+        self.x, self.y = torch.rand(N, *shape, generator=g), torch.randint(classes, (N,), generator=g)
+        super().__init__(lambda i: record(self.x[i], self.y[i]))
+
+
+def images(channels=1, side=28, record=lambda x, y: (x, y)):
+    return Rows(channels, side, side, classes=10, record=record)
+
+
+class Table(Records):
+    """Random rows: numbers, categories, a class."""
+
+    def __init__(self, numbers, sizes):
+        g = seeded()
         self.numbers = torch.randn(N, numbers, generator=g)
-        self.categories = torch.stack([torch.randint(size, (N,), generator=g) for size in sizes], 1)
-        self.y = torch.randint(classes, (N,), generator=g).float() if classes else torch.randn(N, generator=g)
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return self.numbers[i], self.categories[i], self.y[i]
+        categories = torch.stack([torch.randint(size, (N,), generator=g) for size in sizes], 1)
+        y = torch.randint(2, (N,), generator=g).float()
+        super().__init__(lambda i: (self.numbers[i], categories[i], y[i]))
 
 
 def centred(x):
     return (x - 0.5) / 0.5
 
 
-class Rows:
-    """Random numbers of a shape, and classes."""
-
-    def __init__(self, *shape, classes=3):
-        g = torch.Generator().manual_seed(0)
-        self.x = torch.rand(N, *shape, generator=g)
-        self.y = torch.randint(classes, (N,), generator=g)
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return self.x[i], self.y[i]
-
-
-class Text:
+class Text(Records):
     """Sentences of 8 to 24 words, not padded."""
 
     def __init__(self, low=8, high=25):
-        g = torch.Generator().manual_seed(0)
+        g = seeded()
         lengths = torch.randint(low, high, (N,), generator=g).tolist()
         self.ids = [torch.randint(5, WORDS, (t,), generator=g) for t in lengths]
         self.y = torch.randint(2, (N,), generator=g)
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return {"input_ids": self.ids[i], "labels": self.y[i]}
+        super().__init__(lambda i: {"input_ids": self.ids[i], "labels": self.y[i]})
 
 
 class SentencePairs(Text):
@@ -84,17 +73,10 @@ class SentencePairs(Text):
         return self.ids[i], self.ids[(i + 1) % N], self.y[i]
 
 
-class Characters:
-    """Sequences of T symbols and the same shifted by one."""
-
-    def __init__(self, length=T):
-        self.ids = torch.randint(1, WORDS, (N, length + 1), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return self.ids[i, :-1], self.ids[i, 1:]
+def characters(length=T, record=lambda ids: (ids[:-1], ids[1:])):
+    """Sequences of symbols, and by default the same shifted by one."""
+    ids = torch.randint(1, WORDS, (N, length + 1), generator=seeded())
+    return Records(lambda i: record(ids[i]))
 
 
 def pad(items):
@@ -121,7 +103,19 @@ class Base(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-class Tuned(pl.LightningModule):
+class Classifies(Base):
+    """A network and its cross entropy."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+
+class Tuned(Base):
     """Any model of transformers."""
 
     def __init__(self, model):
@@ -159,16 +153,16 @@ class Trained(Tuned):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+def sizes(**others):
+    """Of a small transformer."""
+    return {
+        "vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128,
+    } | others  # fmt: skip
+
+
 def bert():
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=WORDS,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-        )
-    )
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes()))
 
 
 def gpt2():

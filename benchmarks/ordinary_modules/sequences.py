@@ -6,29 +6,10 @@ import math
 import pytorch_lightning as pl
 import torch
 from ordinary import N, case
-from records import WORDS, Base, Characters, T, Text
+from records import WORDS, Base, Records, T, Text, characters, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-
-
-class Names:
-    """Words of 3 to 9 letters after a start token, and the same shifted; targets past the end are -1."""
-
-    def __init__(self):
-        g = torch.Generator().manual_seed(0)
-        self.words = [torch.randint(1, 27, (int(n),), generator=g) for n in torch.randint(3, 10, (N,), generator=g)]
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        word = self.words[i]
-        x, y = torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long)
-        x[1 : 1 + len(word)] = word
-        y[: len(word)] = word
-        y[len(word) + 1 :] = -1
-        return x, y
 
 
 @case("makemore, GRU cell", "karpathy/makemore")
@@ -64,20 +45,18 @@ def _():
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=5e-4, weight_decay=0.01, betas=(0.9, 0.99), eps=1e-8)
 
-    return Makemore(), Names(), {}
+    g = seeded()
+    words = [torch.randint(1, 27, (int(n),), generator=g) for n in torch.randint(3, 10, (N,), generator=g)]
 
+    def shifted(i):
+        """A word after a start token, and the same shifted; targets past the end are -1."""
+        word, x, y = words[i], torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long)
+        x[1 : 1 + len(word)] = word
+        y[: len(word)] = word
+        y[len(word) + 1 :] = -1
+        return x, y
 
-class Stream:
-    """Pieces of 12 words and the word after each."""
-
-    def __init__(self):
-        self.ids = torch.randint(WORDS, (N, 13), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return self.ids[i]
+    return Makemore(), Records(shifted), {}
 
 
 @case("word language model, LSTM", "pytorch/examples word_language_model")
@@ -119,22 +98,11 @@ def _():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=20)
 
-    return Lstm(), Stream(), {"collate_fn": time_first}
+    return Lstm(), characters(12, lambda ids: ids), {"collate_fn": time_first}
 
 
 @case("LSTM cells, sine waves", "pytorch/examples time_sequence_prediction")
 def _():
-    class Waves:
-        def __init__(self):
-            shift = torch.randint(-80, 80, (N, 1), generator=torch.Generator().manual_seed(0))
-            self.x = torch.sin((torch.arange(12) + shift) / 2.0).double()
-
-        def __len__(self):
-            return N
-
-        def __getitem__(self, i):
-            return self.x[i, :-1], self.x[i, 1:]
-
     class Sequence(pl.LightningModule):
         def __init__(self, d=16):
             super().__init__()
@@ -163,7 +131,9 @@ def _():
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters(), lr=0.8)
 
-    return Sequence(), Waves(), {}
+    shift = torch.randint(-80, 80, (N, 1), generator=seeded())
+    waves = torch.sin((torch.arange(12) + shift) / 2.0).double()
+    return Sequence(), Records(lambda i: (waves[i, :-1], waves[i, 1:])), {}
 
 
 @case("nanoGPT", "karpathy/nanoGPT")
@@ -257,7 +227,7 @@ def _():
             fused = "fused" in inspect.signature(torch.optim.AdamW).parameters and self.device.type == "cuda"
             return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), **({"fused": True} if fused else {}))
 
-    return Gpt(), Characters(), {}
+    return Gpt(), characters(), {}
 
 
 def pad_tagged(items):
@@ -318,10 +288,10 @@ def _():
 
 @case("deep knowledge tracing", "pykt-team/pykt-toolkit")
 def _():
-    class Answers(Characters):
-        def __getitem__(self, i):
-            q = self.ids[i, :16] % 20
-            return q, self.ids[i, :16] % 2, torch.arange(16) < 6 + i % 10
+    answers = characters(16, lambda ids: ids[:16])
+
+    def record(i):
+        return answers[i] % 20, answers[i] % 2, torch.arange(16) < 6 + i % 10
 
     class Dkt(Base):
         def __init__(self, num_c=20, d=32):
@@ -339,7 +309,7 @@ def _():
             y, t = torch.masked_select(y, mask), torch.masked_select(r[:, 1:], mask)
             return F.binary_cross_entropy(y.double(), t.double())
 
-    return Dkt(), Answers(), {}
+    return Dkt(), Records(record), {}
 
 
 @case("sentiment CNN", "bentrevett/pytorch-sentiment-analysis")

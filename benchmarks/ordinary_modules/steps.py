@@ -6,7 +6,7 @@ import peft
 import torch
 import transformers
 from ordinary import case
-from records import WORDS, Base, Rows, SentencePairs, Text, Trained, gpt2, pad, pad_fixed
+from records import WORDS, Base, Classifies, Records, Rows, SentencePairs, Text, Trained, gpt2, pad, pad_fixed
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
@@ -20,11 +20,7 @@ def cnn():
 
 @case("PGD adversarial training", "MadryLab/robustness")
 def _():
-    class Pgd(Base):
-        def __init__(self):
-            super().__init__()
-            self.net = cnn()
-
+    class Pgd(Classifies):
         def training_step(self, batch, batch_idx):
             x, y = batch
             delta = torch.zeros_like(x).uniform_(-0.1, 0.1)
@@ -35,7 +31,7 @@ def _():
                 delta = (delta.detach() + 0.03 * grad.sign()).clamp(-0.1, 0.1)
             return F.cross_entropy(self.net(x + delta.detach()), y)
 
-    return Pgd(), Rows(1, 28, 28), {}
+    return Pgd(cnn()), Rows(1, 28, 28), {}
 
 
 class Packed(Base):
@@ -89,16 +85,12 @@ def _():
             sizes = torch.full((x.shape[0],), scores.shape[0], dtype=torch.long)
             return F.ctc_loss(scores, y, sizes, length, zero_infinity=True)
 
-    class Speech(Rows):
-        def __getitem__(self, i):
-            g = torch.Generator().manual_seed(i)
-            return (
-                torch.rand(8, 40, generator=g),
-                torch.randint(1, 10, (8,), generator=g),
-                torch.randint(3, 9, (), generator=g),
-            )
+    def speech(i):
+        g = torch.Generator().manual_seed(i)
+        words, length = torch.randint(1, 10, (8,), generator=g), torch.randint(3, 9, (), generator=g)
+        return torch.rand(8, 40, generator=g), words, length
 
-    return Ctc(), Speech(1), {}
+    return Ctc(), Records(speech), {}
 
 
 @case("MoE by index_add_", "huggingface/transformers Mixtral (older)")
@@ -147,12 +139,11 @@ def _():
             margin = 0.1 * ((self.logps(chosen) - ref_c) - (self.logps(rejected) - ref_r))
             return -F.logsigmoid(margin).mean()
 
-    class Pairs(Rows):
-        def __getitem__(self, i):
-            g = torch.Generator().manual_seed(i)
-            return {k: torch.randint(5, WORDS, (24,), generator=g) for k in ("chosen", "rejected")}
+    def pair(i):
+        g = torch.Generator().manual_seed(i)
+        return {k: torch.randint(5, WORDS, (24,), generator=g) for k in ("chosen", "rejected")}
 
-    return Dpo(), Pairs(1), {}
+    return Dpo(), Records(pair), {}
 
 
 @case("reward model, pairs", "huggingface/trl RewardTrainer")
@@ -221,31 +212,15 @@ def _():
 
 @case("compiled by the user: module.compile()", "")
 def _():
-    class Compiled(Base):
-        def __init__(self):
-            super().__init__()
-            self.net = cnn()
-            self.net.compile()
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return F.cross_entropy(self.net(x), y)
-
-    return Compiled(), Rows(1, 28, 28), {}
+    module = Classifies(cnn())
+    module.net.compile()
+    return module, Rows(1, 28, 28), {}
 
 
 @case("compiled by the user: configure_model", "")
 def _():
-    class Compiled(Base):
-        def __init__(self):
-            super().__init__()
-            self.net = cnn()
-
+    class Compiled(Classifies):
         def setup(self, stage):
             self.net = torch.compile(self.net)
 
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return F.cross_entropy(self.net(x), y)
-
-    return Compiled(), Rows(1, 28, 28), {}
+    return Compiled(cnn()), Rows(1, 28, 28), {}

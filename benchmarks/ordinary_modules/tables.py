@@ -7,7 +7,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from ordinary import GROUP_NORM, case
-from records import Base, Images, Rows, Table, centred
+from records import Base, Records, Rows, Table, centred, images
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
@@ -159,10 +159,11 @@ def _():
 
 @case("graph isomorphism network, dense", "pyg-team/pytorch_geometric examples")
 def _():
-    class Graphs(Rows):
-        def __getitem__(self, i):
-            adjacency = (self.x[i] @ self.x[i].T > 2.2).float()
-            return {"x": self.x[i], "adj": adjacency, "mask": torch.arange(12) < 6 + i % 7, "y": self.y[i]}
+    rows = Rows(12, 8)
+
+    def graph(i):
+        x, y = rows[i]
+        return {"x": x, "adj": (x @ x.T > 2.2).float(), "mask": torch.arange(12) < 6 + i % 7, "y": y}
 
     class DenseGinConv(nn.Module):
         def __init__(self, a, b):
@@ -191,7 +192,7 @@ def _():
             h = F.dropout(F.relu(self.lin1(torch.cat(xs, -1))), 0.5, self.training)
             return F.nll_loss(F.log_softmax(self.lin2(h), dim=-1), batch["y"].view(-1))
 
-    return Module(), Graphs(12, 8), {}
+    return Module(), Records(graph), {}
 
 
 @case("KAN", "Blealtan/efficient-kan")
@@ -266,7 +267,7 @@ def _():
             optimizer = AdamW(self.model.parameters(), lr=1e-3, weight_decay=1e-4)
             return [optimizer], [ExponentialLR(optimizer, gamma=0.8)]
 
-    return Classify(), Images(1, 14, centred), {}
+    return Classify(), images(1, 14, lambda x, y: (centred(x), y)), {}
 
 
 @case("VAE by rsample", "Lightning-Universe/lightning-bolts VAE")

@@ -4,7 +4,20 @@ import torch
 import transformers
 from ordinary import case
 from peft import LoraConfig, get_peft_model
-from records import WORDS, Rows, SentencePairs, Text, Trained, Tuned, bert, pad, pad_fixed, pad_fixed_causal
+from records import (
+    WORDS,
+    Records,
+    Rows,
+    SentencePairs,
+    Text,
+    Trained,
+    Tuned,
+    bert,
+    pad,
+    pad_fixed,
+    pad_fixed_causal,
+    sizes,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -12,10 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 @case("Llama, gradient checkpointing", "huggingface/trl sft")
 def _():
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes()))
     model.gradient_checkpointing_enable()
     return Tuned(model), Text(), {"collate_fn": pad_fixed_causal}
 
@@ -27,10 +37,7 @@ def _():
 
 @case("LoRA classifier", "huggingface/peft examples/sequence_classification")
 def _():
-    config = transformers.RobertaConfig(
-        vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=40,
-    )  # fmt: skip
+    config = transformers.RobertaConfig(**sizes(max_position_embeddings=40))
     model = transformers.RobertaForSequenceClassification(config)
     model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.1))
 
@@ -130,10 +137,9 @@ def _():
         max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
     )  # fmt: skip
 
-    class Speech(Rows):
-        def __getitem__(self, i):
-            words = torch.arange(4 + i % 7) * (i + 1) % (WORDS - 5) + 5
-            return {"input_features": self.x[i], "labels": torch.cat([torch.tensor([3]), words, torch.tensor([2])])}
+    def record(i):
+        words = torch.arange(4 + i % 7) * (i + 1) % (WORDS - 5) + 5
+        return {"input_features": x[i], "labels": torch.cat([torch.tensor([3]), words, torch.tensor([2])])}
 
     def pad_speech(items):
         labels = pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=-100)
@@ -141,8 +147,8 @@ def _():
             labels = labels[:, 1:]
         return {"input_features": torch.stack([item["input_features"] for item in items]), "labels": labels}
 
-    model = transformers.WhisperForConditionalGeneration(config)
-    return Trained(model), Speech(16, 64), {"collate_fn": pad_speech}
+    model, x = transformers.WhisperForConditionalGeneration(config), Rows(16, 64).x
+    return Trained(model), Records(record), {"collate_fn": pad_speech}
 
 
 @case("wav2vec2, CTC", "huggingface/transformers run_speech_recognition_ctc.py")
@@ -156,26 +162,17 @@ def _():
     )  # fmt: skip
     model = transformers.Wav2Vec2ForCTC(config)
     model.freeze_feature_encoder()
+    x = Rows(800).x
 
-    class Speech(Rows):
-        def __getitem__(self, i):
-            labels = torch.arange(3 + i % 3) * (i + 1) % 18 + 1
-            return {"input_values": self.x[i, : 600 + 20 * (i % 11)], "labels": labels}
+    def record(i):
+        return {"input_values": x[i, : 600 + 20 * (i % 11)], "labels": torch.arange(3 + i % 3) * (i + 1) % 18 + 1}
 
     def pad_speech(items):
         labels = pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=-100)
-        return {
-            "input_values": pad_sequence([item["input_values"] for item in items], batch_first=True),
-            "labels": labels,
-        }
+        values = pad_sequence([item["input_values"] for item in items], batch_first=True)
+        return {"input_values": values, "labels": labels}
 
-    return Trained(model), Speech(800), {"collate_fn": pad_speech}
-
-
-def pad_labels(items):
-    batch = pad([{"input_ids": item["input_ids"], "labels": item["labels"]} for item in items])
-    batch["labels"] = pad_sequence([item["input_ids"] % 5 for item in items], True, padding_value=-100)
-    return batch
+    return Trained(model), Records(record), {"collate_fn": pad_speech}
 
 
 @case("token classification", "huggingface/transformers run_ner.py")
@@ -183,6 +180,10 @@ def _():
     config = transformers.DistilBertConfig(
         vocab_size=WORDS, dim=64, n_layers=2, n_heads=4, hidden_dim=128, num_labels=5
     )
+
+    def pad_labels(items):
+        labels = pad_sequence([item["input_ids"] % 5 for item in items], True, padding_value=-100)
+        return pad(items) | {"labels": labels}
 
     class Module(Tuned):
         def configure_optimizers(self):
@@ -197,10 +198,6 @@ def _():
 
 @case("masked language model", "huggingface/transformers run_mlm.py")
 def _():
-    config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
-    )
-
     def mask_tokens(items):
         batch = pad_fixed(items)
         inputs, labels = batch["input_ids"], batch["input_ids"].clone()
@@ -213,15 +210,12 @@ def _():
         inputs[indices_random] = torch.randint(WORDS, labels.shape, dtype=torch.long)[indices_random]
         return batch | {"labels": labels}
 
-    return Tuned(transformers.BertForMaskedLM(config)), Text(), {"collate_fn": mask_tokens}
+    return Tuned(transformers.BertForMaskedLM(transformers.BertConfig(**sizes()))), Text(), {"collate_fn": mask_tokens}
 
 
 @case("instruction tuning, Qwen2", "huggingface/trl SFTTrainer (completion only)")
 def _():
-    config = transformers.Qwen2Config(
-        vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+    config = transformers.Qwen2Config(**sizes(num_key_value_heads=2, max_position_embeddings=64))
     model = transformers.Qwen2ForCausalLM(config)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"]))
 
@@ -234,73 +228,43 @@ def _():
     return Tuned(model), Text(), {"collate_fn": completion_only}
 
 
+def narrow(**others):
+    return sizes(hidden_size=32, intermediate_size=64, **others)
+
+
 @case("Mixtral", "huggingface/transformers")
 def _():
-    config = transformers.MixtralConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
+    config = transformers.MixtralConfig(**narrow(num_key_value_heads=2, num_local_experts=4))
     return Tuned(transformers.MixtralForCausalLM(config)), Text(), {"collate_fn": pad_fixed_causal}
 
 
-for name, cls in {"Falcon-H1": "FalconH1", "LFM2": "Lfm2", "Qwen3-Next": "Qwen3Next", "Mamba": "Mamba"}.items():
+HYBRIDS = {
+    "Falcon-H1": ("FalconH1", {
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8,
+        "head_dim": 8,
+    }),
+    "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "Qwen3-Next": ("Qwen3Next", {
+        "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8,
+    }),
+    "Mamba": ("Mamba", {"state_size": 8}),
+}  # fmt: skip
+for name, (of, own) in HYBRIDS.items():
 
-    def hybrid(name=name, cls=cls):
-        options = {
-            "vocab_size": WORDS,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-        own = {
-            "FalconH1": {
-                "mamba_d_ssm": 32,
-                "mamba_n_heads": 4,
-                "mamba_d_head": 8,
-                "mamba_d_state": 8,
-                "mamba_chunk_size": 8,
-                "head_dim": 8,
-            },
-            "Lfm2": {"layer_types": ["conv", "full_attention"]},
-            "Qwen3Next": {
-                "layer_types": ["linear_attention", "full_attention"],
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 16,
-                "shared_expert_intermediate_size": 16,
-                "head_dim": 8,
-            },
-            "Mamba": {"state_size": 8},
-        }[cls]
-        config = getattr(transformers, cls + "Config")(**options | own)
-        return Tuned(getattr(transformers, cls + "ForCausalLM")(config)), Text(), {"collate_fn": pad_fixed_causal}
+    def hybrid(of=of, own=own):
+        config = getattr(transformers, f"{of}Config")(**narrow(num_key_value_heads=2, **own))
+        model = getattr(transformers, f"{of}ForCausalLM")(config)
+        return Tuned(model), Text(), {"collate_fn": pad_fixed_causal}
 
     case(name, "huggingface/transformers")(hybrid)
 
 
 @case("DeBERTa", "huggingface/transformers")
 def _():
-    config = transformers.DebertaV2Config(
-        vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_buckets=16,
-    )
+    own = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16}
+    config = transformers.DebertaV2Config(**narrow(**own))
     return Tuned(transformers.DebertaV2ForSequenceClassification(config)), Text(), {"collate_fn": pad_fixed}
 
 
@@ -310,12 +274,5 @@ def _():
         batch = pad_fixed(items)
         return batch | {"labels": batch["input_ids"] % 2}
 
-    config = transformers.ElectraConfig(
-        vocab_size=WORDS,
-        embedding_size=32,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-    )
-    return Tuned(transformers.ElectraForPreTraining(config)), Text(), {"collate_fn": collate}
+    model = transformers.ElectraForPreTraining(transformers.ElectraConfig(**narrow(embedding_size=32)))
+    return Tuned(model), Text(), {"collate_fn": collate}

@@ -95,19 +95,11 @@ def rate_of_inclusion(drawn: int, draws: int, q: float, level: float) -> Check:
     return Check("rate of inclusion", 1.0, drawn / draws / q, limit / q, detectable / q, limit > q)
 
 
-def contribution(name: str, values: NDArray[np.float64], error: float, level: float) -> Check:
-    """Tests the mean contribution of canaries, in units of the clip norm, from `values` with noise of standard
-    deviation `error`. Refuted if it is larger than 1."""
-    found, error = float(values.mean()), error / math.sqrt(len(values))
-    limit, detectable = found - norm.isf(level) * error, 1 + (norm.isf(level) + norm.ppf(POWER)) * error
-    return Check(name, 1.0, found, limit, detectable, limit > 1)
-
-
-def largest_contribution(values: NDArray[np.float64], error: float, level: float) -> Check:
-    """Tests the largest of `values`, as for `contribution`: detects a single record that counts twice."""
-    margin, found = float(norm.isf(level / len(values))) * error, float(values.max())
-    detectable = 1 + margin + norm.ppf(POWER) * error
-    return Check("largest contribution", 1.0, found, found - margin, detectable, found - margin > 1)
+def contribution(name: str, found: float, error: float, level: float) -> Check:
+    """Tests a canary's contribution in units of the clip norm, found with normal noise of standard deviation `error`.
+    Refuted if it is larger than 1."""
+    margin = float(norm.isf(level)) * error
+    return Check(name, 1.0, found, found - margin, 1 + margin + norm.ppf(POWER) * error, found - margin > 1)
 
 
 def distance(yes: Array, no: Array, mu: float, level: float) -> Check:
@@ -165,7 +157,6 @@ class Audit:
 
     Attributes:
         canaries: m, the number of canaries.
-        included: the number of included canaries.
         right: the number of right guesses if all coins are guessed.
         mu_claimed: the μ of the attacked rounds, which are Gaussian mechanisms without amplification by sampling.
         mu_bound: a lower bound on μ, which supposes nothing of the canaries.
@@ -176,7 +167,6 @@ class Audit:
     """
 
     canaries: int
-    included: int
     right: int
     mu_claimed: float
     mu_bound: float
@@ -239,7 +229,6 @@ def audit(
     yes, no = scores[included], scores[~included]
     return Audit(
         canaries=m,
-        included=int(included.sum()),
         right=int(((scores > middle) == included).sum()),
         mu_claimed=mu,
         mu_bound=bound,

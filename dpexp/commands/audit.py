@@ -15,7 +15,6 @@ from dpexp.accounting.rounding import up
 from dpexp.commands.build import accountants, add_optimizer, data_of, module_of
 from dpexp.commands.trainer import callback_for, trainer_for
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
-from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.run_figures import audit_figure
@@ -34,8 +33,14 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     Returns:
         the results, and their figure, with the ε `claimed` for the job.
     """
-    cfg, folder = _training_only(cfg), output / FOLDER
+    cfg, folder = copy.deepcopy(cfg), output / FOLDER
     folder.mkdir(exist_ok=True)
+    cfg.callbacks, cfg.checkpoint.every_n_rounds, cfg.checkpoint.resume, cfg.trainer.num_evaluations = (
+        {},
+        None,
+        False,
+        0,
+    )
     seed = cfg.privacy.noise_seed
     coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
     level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 5)
@@ -66,30 +71,14 @@ def _train_with_canaries(
     canaries.put_into(data)
     add_optimizer(cfg, module, plan)
     privacy = callback_for(cfg, canaries.plan, ledger)
-    trainer = _silent_trainer(cfg, canaries.plan, privacy, ledger.parent)
+    trainer = trainer_for(cfg, canaries.plan, privacy, ledger.parent)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
     callbacks.insert(callbacks.index(privacy) + 1, canaries)
+    for callback in callbacks:
+        if isinstance(callback, RoundBar):
+            callback.purpose = "audit"  # whose ε is not the job's
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "data.*(the training set holds|is not used).*")  # because of the canaries
         trainer.fit(module, datamodule=data)
     return canaries
-
-
-def _training_only(cfg: DictConfig) -> DictConfig:
-    """The configuration of an audit's trainings: without callbacks, checkpoints and validation."""
-    cfg = copy.deepcopy(cfg)
-    cfg.callbacks = {}
-    cfg.checkpoint.every_n_rounds, cfg.checkpoint.resume = None, False
-    cfg.trainer.num_evaluations = 0
-    return cfg
-
-
-def _silent_trainer(cfg: DictConfig, plan: PrivacyPlan, privacy: PrivacyCallback, folder: Path) -> pl.Trainer:
-    """The job's Trainer, without the callbacks that save models or show released values."""
-    trainer = trainer_for(cfg, plan, privacy, folder)
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
-    for callback in callbacks:
-        if isinstance(callback, RoundBar):
-            callback.purpose = "audit"  # whose ε is not the job's
-    return trainer

@@ -33,7 +33,6 @@ from dpexp.accounting.auditing import (
     POWER,
     Check,
     contribution,
-    largest_contribution,
     noise_reuse,
     noise_scale,
     rate_of_inclusion,
@@ -140,7 +139,17 @@ class Canaries(pl.Callback):
 
     def put_into(self, data: pl.LightningDataModule) -> None:
         """Lets a data module's training loader give canaries too."""
-        _replace_records(data, self._records, _Collate)
+        original = data.train_dataloader
+
+        def train_dataloader() -> DataLoader:
+            loader = original()
+            same = ("batch_size", "drop_last", "num_workers", "worker_init_fn", "multiprocessing_context")
+            return DataLoader(
+                self._records(sampled_dataset(loader)), shuffle=True, collate_fn=_Collate(loader.collate_fn),
+                **{name: getattr(loader, name) for name in same},
+            )  # fmt: skip
+
+        data.train_dataloader = train_dataloader  # type: ignore[method-assign]
 
     @property
     def middle(self) -> float:
@@ -360,37 +369,15 @@ class Contributions:
         found = [rate_of_inclusion(self._drawn, self._chances, q, level)] if q < 1 else []
         for name in self._found:
             values, errors = np.concatenate(self._found[name]), np.concatenate(self._errors[name])
-            if not len(values):
-                continue
-            if name:
-                found.append(contribution(f"contribution to {name}", values, float(np.sqrt((errors**2).mean())), level))
-            else:
-                found.append(largest_contribution(values, float(errors.max()), level))
+            count = len(values)
+            if count and name:
+                error = math.sqrt((errors**2).mean() / count)
+                found.append(contribution(f"contribution to {name}", float(values.mean()), error, level))
+            elif count:  # one record that counts twice
+                found.append(contribution("largest contribution", float(values.max()), errors.max(), level / count))
         return found
 
 
 def _error(values: Array) -> float:
     """The standard deviation of the noise; above 0 also where there is none."""
     return max(float(values[-_BLANK:].std()), float(np.finfo(float).eps))
-
-
-def _replace_records(
-    data: pl.LightningDataModule, records: Callable[[Any], Dataset], collation: Callable[[Any], Any]
-) -> None:
-    """Maps the data set of a data module's training loader by `records`, and its collate function by `collation`."""
-    original = data.train_dataloader
-
-    def train_dataloader() -> DataLoader:
-        loader = original()
-        return DataLoader(
-            records(sampled_dataset(loader)),
-            batch_size=loader.batch_size,
-            shuffle=True,
-            drop_last=loader.drop_last,
-            num_workers=loader.num_workers,
-            collate_fn=collation(loader.collate_fn),
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-        )
-
-    data.train_dataloader = train_dataloader  # type: ignore[method-assign]

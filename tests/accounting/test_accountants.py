@@ -18,6 +18,7 @@ from dpexp.accounting.accountants import delta, epsilon, guarantee
 from dpexp.accounting.composition import log_moments
 from dpexp.accounting.coverage import CLAIMS, NAMES, adjacencies
 from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, concatenate
+from dpexp.accounting.releases import Release, releases
 from dpexp.errors import ConfigError
 
 ABADI = {"z": 4, "q": 0.01, "rounds": 10_000}
@@ -219,6 +220,11 @@ def test_delta_is_the_inverse_of_epsilon(name):
     e = epsilon(run, 1e-6, name)
     assert delta(run, e, name) == pytest.approx(1e-6, rel=1e-3)
     assert epsilon(run, delta(run, e, name), name) <= e * (1 + 1e-6)
+
+
+def test_rounds_of_one_rate_and_noise_count_together_and_no_others():
+    counts = releases(concatenate([ledger(z, q, 2) for z, q in ((1.0, 0.1), (1 + 1e-14, 0.1), (1.0, 0.2))]))
+    assert counts == {Release(1.0, 0.1): 4, Release(1.0, 0.2): 2}
 
 
 def test_many_distinct_rounds_against_dp_accounting():

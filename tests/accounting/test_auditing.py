@@ -13,7 +13,6 @@ from dpexp.accounting.auditing import (
     POWER,
     contribution,
     distance,
-    largest_contribution,
     mu_bound,
     noise_reuse,
     noise_scale,
@@ -90,11 +89,11 @@ def test_checks_refute():
 # Checks of the plan, each at a large level, so that errors of both types can be counted.
 
 
-def counted(test, runs=2000):
+def counted(test, runs=600):
     return sum(test() for _ in range(runs)) / runs
 
 
-def within(found, expected, runs=2000):
+def within(found, expected, runs=600):
     return abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / runs)
 
 
@@ -107,7 +106,7 @@ def test_honest_noise_is_refuted_as_often_as_the_level_says_and_less_noise_found
 
 @pytest.mark.parametrize("mu", [0.5, 3.0])
 def test_the_distance_is_refuted_as_often_as_the_level_says_and_found_with_the_power_told(mu):
-    rng, level, yes, runs = np.random.default_rng(8), 0.1, np.arange(100) < 40, 200
+    rng, level, yes, runs = np.random.default_rng(8), 0.1, np.arange(100) < 40, 100
     found = lambda true: distance(*((true * yes + rng.normal(size=100))[those] for those in (yes, ~yes)), mu, level)  # noqa: E731
     detectable = found(mu).detectable
     assert within(counted(lambda: found(mu).refuted, runs), level, runs)
@@ -136,8 +135,9 @@ def test_the_rate_of_inclusion_is_refuted_as_often_as_the_level_says(q):
 
 def test_contributions_are_refuted_as_often_as_the_level_says():
     rng, level = np.random.default_rng(7), 0.05
-    honest = lambda check: counted(lambda: check(1 + 0.1 * rng.normal(size=30)).refuted)  # noqa: E731
-    assert within(honest(lambda values: contribution("all", values, 0.1, level)), level)
-    assert within(honest(lambda values: largest_contribution(values, 0.1, level)), 1 - (1 - level / 30) ** 30)
-    once = np.r_[np.ones(29), 2.0]
-    assert largest_contribution(once, 0.1, 1e-6).refuted and contribution("all", 1.01 * once, 0.01, 1e-6).refuted
+    mean = lambda: contribution("all", 1 + 0.1 * rng.normal(size=30).mean(), 0.1 / math.sqrt(30), level)  # noqa: E731
+    largest = lambda: contribution("largest", 1 + 0.1 * rng.normal(size=30).max(), 0.1, level / 30)  # noqa: E731
+    assert within(counted(lambda: mean().refuted), level)
+    assert within(counted(lambda: largest().refuted), 1 - (1 - level / 30) ** 30)
+    detectable = contribution("all", 1.0, 0.1, level).detectable
+    assert within(counted(lambda: contribution("all", detectable + 0.1 * rng.normal(), 0.1, level).refuted), POWER)

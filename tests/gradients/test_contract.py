@@ -228,8 +228,10 @@ case("a record printed", LOOP, "(__", factor=lambda m, x: done(print(x.sum())))
 case("a record written to a file, which is the user's", LOOP, "(__format__)",
      factor=lambda m, x: done(Path(HELD.folder, "record").write_text(f"{x.sum()}")))
 case("trainer.should_stop", TRACED, also=LOOP, factor=lambda m, x: done(put(m.trainer, True, "should_stop")))
-case("trainer.datamodule", REFUSED, "reads trainer.datamodule", factor=lambda m, x: len(m.trainer.datamodule.x))
-case("trainer.train_dataloader", REFUSED, "reads trainer.train_", factor=lambda m, x: len(m.trainer.train_dataloader))
+case("trainer.datamodule", REFUSED, "reads trainer.datamodule",
+     factor=lambda m, x: len(m.trainer.datamodule.x))
+case("trainer.train_dataloader", REFUSED, "reads trainer.train_",
+     factor=lambda m, x: len(m.trainer.train_dataloader))
 case("random.random() and np.random.rand()", LOOP, "Python's or NumPy's generator", None,
      factor=lambda m, x: random.random() + np.random.rand())
 case("torch.manual_seed()", REFUSED, "seeded inside", also=REFUSED, factor=lambda m, x: done(torch.manual_seed(0)))

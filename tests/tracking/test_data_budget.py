@@ -191,6 +191,12 @@ def test_a_resumed_job_does_the_rest_of_its_whole_plan_and_no_other(run_on, ask,
         ask(rounds(Z, PLANNED), slack, resume=True)  # another run has released something meanwhile
 
 
+def test_a_copy_of_a_jobs_folder_is_not_resumed_as_the_job(run_on, ask, tmp_path):
+    shutil.copytree(resumable(run_on, Z, PLANNED, 7), tmp_path / "copy")
+    with pytest.raises(ConfigError, match="this job's plan asks for"):
+        ask(rounds(Z, PLANNED), tmp_path / "copy", resume=True)
+
+
 def test_what_a_kill_lost_is_done_again_where_the_budget_has_room(run_on, ask):
     z = plan_of(0.49)
     output = resumable(run_on, z, PLANNED, 7)
