@@ -176,10 +176,6 @@ def _refusing(hook: str, target: str) -> Iterator[None]:
         raise ConfigError(f"data.module: {hook} of {target} failed ({place_of(error)}{said}).") from error
 
 
-def rounds_of(cfg: DictConfig) -> int:
-    return sampling_of(cfg).resolve(cfg.data.n)[1]
-
-
 def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:
     """Sets the batch size of dpexp's own data modules; without privacy, where the loader draws the samples, of any."""
     is_own = cfg.data.module._target_.startswith("dpexp.") and "batch_size" not in cfg.data.module
@@ -190,7 +186,7 @@ def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyP
 
 def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> None:
     """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known."""
-    cfg.rounds = plan.rounds if plan else rounds_of(cfg)
+    cfg.rounds = plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
     if not isinstance(module, Classifier):
         chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
         if chosen:
@@ -213,7 +209,7 @@ def default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str
         return {}
     _check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
     norm = plan.gradient_norm if plan else 1.0
-    return {"lr": noisy_learning_rate(cfg.optimizer, plan.rounds if plan else rounds_of(cfg), norm)}
+    return {"lr": noisy_learning_rate(cfg.optimizer, cfg.rounds, norm)}
 
 
 def silence_lightning() -> None:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpexp._hydra_compat import BasicSweeper
 from dpexp.commands.trial import forget_trials, name_of, remember_trials
-from dpexp.commands.validate import refuse_taken
+from dpexp.commands.validate import taken
 from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError
 
@@ -145,10 +145,10 @@ class SweepCallback(Callback):
 
 
 def _refuse_taken(folder: Path) -> None:
-    try:
-        refuse_taken(folder)
-    except ConfigError as error:
-        raise SystemExit(f"dpexp: {error}") from error
+    if found := taken(folder):
+        raise SystemExit(
+            f"dpexp: {folder} already holds a run, with its {found[0]}; choose another hydra.run.dir, or delete it."
+        )
 
 
 _sweep: "Sweep | None" = None  # the tracked sweep that runs in this process

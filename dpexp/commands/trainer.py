@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import MisconfigurationException, environment, pl
 from dpexp.commands import processes
-from dpexp.commands.build import accountants, make, rounds_of
+from dpexp.commands.build import accountants, make
 from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import REFUSED, sampling_of
@@ -54,7 +54,7 @@ def trainer_for(
     """A Trainer with the configured options and callbacks."""
     options, count = _options(cfg), processes.number_of(cfg)
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
-    rounds = plan.rounds if plan else rounds_of(cfg)
+    rounds = cfg.rounds
     per_epoch = max(1, round(policy.rounds_per_epoch))
     max_batch = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, max_batch)

@@ -83,14 +83,6 @@ def values_of(section: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(section, resolve=True)  # type: ignore[return-value]
 
 
-def refuse_taken(folder: Path) -> None:
-    """Refuses a folder with another run's files."""
-    if found := taken(folder):
-        raise ConfigError(
-            f"{folder} already holds a run, with its {found[0]}; choose another hydra.run.dir, or delete it."
-        )
-
-
 def taken(folder: Path) -> list[str]:
     """The files of a run that are in a folder."""
     return [name for name in OF_A_RUN if (folder / name).exists()]
