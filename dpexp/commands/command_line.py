@@ -154,10 +154,11 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
     def is_read(key: str, value: str) -> bool:
         is_text = key.lstrip("+") in texts
         try:
-            OverridesParser.create().parse_override(f"key={value}")
+            read = OverridesParser.create().parse_override(f"key={value}").value()
         except HydraException:
             return not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it
-        return not is_text or namespace.multirun or value == "null" or value.startswith(("'", '"'))
+        is_given = namespace.multirun or value == "null" or value.startswith(("'", '"'))
+        return not is_text or is_given or (str(read) == value and not isinstance(read, list | dict))
 
     def quoted(argument: str) -> str:
         key, _, value = argument.partition("=")
