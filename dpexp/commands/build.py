@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -21,7 +20,7 @@ from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
+from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
 from dpexp.errors import ConfigError, place_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, make_plan
@@ -59,9 +58,8 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
         preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
     noise = Noise(**values_of(cfg.noise))
     if noise.bands == AUTO:
-        noise = replace(noise, bands=1)
-    none = dict.fromkeys(("epsilon", "max_advantage", "max_tpr_at_fpr"))
-    target = target_of(cfg, **none, noise_multiplier=None if explicit else 1.0)
+        noise.bands = 1
+    target = Target(delta=cfg.privacy.delta, noise_multiplier=None if explicit else 1.0, accountant=reported(cfg))
     return _plan(cfg, module, "noise_multiplier", noise, target)
 
 

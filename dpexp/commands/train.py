@@ -52,6 +52,7 @@ def run(cfg: DictConfig) -> float | None:
     count = processes.number_of(cfg)
     if count > 1 and not processes.is_started():
         return processes.start(run, cfg, count)
+    processes.use_threads(cfg)
     with processes.connected(cfg, count):
         if processes.rank() == 0:
             with Stop().installed() as stop:
@@ -67,7 +68,6 @@ def _run_worker(cfg: DictConfig) -> None:
     if received is None:
         return
     output, cfg.checkpoint.resume = received
-    processes.use_threads(cfg)
     job = _make_job(cfg, output)
     job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.checkpoint)
     measure(job.module, job.data, job.trainer)
@@ -86,7 +86,6 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         output = _unused(output)
         if (output / CHECKPOINT).exists():
             cfg.checkpoint.resume = True
-    processes.use_threads(cfg)
     if cfg.check:
         _check(cfg)
         return None
@@ -96,9 +95,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     if cfg.checkpoint.resume:
         check_resumable(cfg, output)
     shown = cfg.copy()
-    for name in ("uri", "artifacts"):
-        if cfg.tracking[name] is not None:
-            shown.tracking[name] = without_passwords(cfg.tracking[name])
+    shown.tracking.update({name: text and without_passwords(text) for name, text in cfg.tracking.items()})
     (output / "config.yaml").write_text(OmegaConf.to_yaml(shown, resolve=True))
     plan = job.plan
     others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
