@@ -99,23 +99,13 @@ def _dispatch(arguments: list[str]) -> None:
 def _run_hydra(arguments: list[str]) -> None:
     """Runs the job of a command line; or the trials of a sweep, and then ends the sweep."""
     sys.argv[1:] = arguments
-    interrupted, failed = True, False
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if {"-m", "--multirun"} & {*arguments}:
             raise ConfigError("-m: start a sweep without torchrun; each trial starts its own processes.")
         if os.environ.get("RANK", "0") != "0":  # the job's folder is that of the main process
             sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=."]
-    try:
+    with sweep.concluded():
         job()
-        interrupted = False
-    except Exception as error:
-        interrupted, failed = False, True
-        if sweep.under_way() and not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
-            words = f"{type(error).__name__}: {error}".split()
-            raise ConfigError(f"the sweep did not finish: {' '.join(words[:40])}") from error
-        raise
-    finally:
-        sweep.conclude(interrupted, failed)
 
 
 @hydra.main(config_path=str(config.CONF), config_name="config", version_base="1.3")

@@ -1,15 +1,9 @@
 """The parts of Hydra's private interface that dpexp uses. No other module imports them."""
 
 from hydra._internal.utils import get_args_parser  # so that arguments are parsed as Hydra parses them
-from hydra.core.override_parser.types import Override, QuotedString
 from hydra.core.plugins import Plugins
 
 Plugins.instance()  # Hydra loads its plugins' modules again here: a class imported before would be another one
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
-__all__ = ["BasicSweeper", "get_args_parser", "in_quotes"]
-
-
-def in_quotes(override: Override) -> bool:
-    """Whether the value of an override was given in quotes."""
-    return isinstance(override._value, QuotedString)
+__all__ = ["BasicSweeper", "get_args_parser"]

@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.plan.options import Noise, Sampling, Schedules
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = _CHECKOUT / "conf" if (_CHECKOUT / "pyproject.toml").exists() else Path(__file__).parent / "conf"
@@ -76,36 +77,8 @@ class PrivacyUnit:
 
 
 @dataclass
-class Noise:
-    """`bands`, `coefficients` and `momentum` apply to correlated noise only."""
-
-    kind: str = MISSING
-    bands: Any = None
-    coefficients: str | None = None
-    momentum: float | None = None
-
-
-@dataclass
 class PrivateMetrics:
     release: Any = None
-
-
-@dataclass
-class Sampling:
-    policy: str = MISSING
-    sampling_rate: float | None = None
-    expected_batch_size: float | None = None
-    max_batch_size: int | None = None
-    partitions: int | None = None
-    steps: int | None = None
-    epochs: float | None = None
-
-
-@dataclass
-class Schedule:
-    z: Any = None
-    q: Any = None
-    S: Any = None
 
 
 @dataclass
@@ -171,16 +144,16 @@ class Config:
     mechanism: Any = None
     clip_rule: Any = None
     allocation: Any = None
-    noise: Noise = field(default_factory=Noise)
+    noise: Noise = MISSING
     privacy_unit: PrivacyUnit = field(default_factory=PrivacyUnit)
     private_metrics: PrivateMetrics = field(default_factory=PrivateMetrics)
     batchnorm: Any = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = MISSING
     accountant: Accountant = field(default_factory=Accountant)
     trainer: Trainer = field(default_factory=Trainer)
     tracking: Tracking = field(default_factory=Tracking)
     privacy: Privacy = field(default_factory=Privacy)
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedules = MISSING
     calibrate: str = "noise_multiplier"
     train: bool = True
     objective: str = "test_accuracy"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
@@ -73,42 +72,32 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     names = applicable_accountants(ledger) if cfg.accountant == "all" else cfg.accountant.replace(" ", "").split(",")
     check_names(names)
     costs = {name: epsilon(ledger, at, name) for name in names}
-    if cfg.figure is not None:
-        _draw(ledger, at, names, cfg.figure)
     _print(ledger, sources, at, costs, cfg.epsilon)
     by = "by" if is_bound(names[0]) else "about, by"
     console.print(f"In words, {by} {names[0]}: {in_words(risk(ledger, names[0]).figures(), ledger.unit)}")
     if cfg.figure is not None:
+        from dpexp.reporting.run_figures import trade_off
+
+        try:
+            trade_off(ledger, at, names).savefig(cfg.figure, dpi=150)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"figure={cfg.figure} cannot be written ({reason}); name a .png or .pdf.") from error
         console.print(f"Figure: {cfg.figure}")
     return costs
 
 
-def _draw(ledger: Ledger, at: float, names: Sequence[str], path: str) -> None:
-    from dpexp.reporting.run_figures import trade_off
-
-    try:
-        trade_off(ledger, at, names).savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"figure={path} cannot be written ({reason}); name a .png or .pdf.") from error
-
-
 def _source(name: str, uri: str) -> Source:
     path = Path(name)
-    if path.is_dir():
-        return Source(name, ledger_so_far(path / "ledger.jsonl"), _delta_of(path))
-    if path.exists() or path.suffix:
+    if not path.exists() and not path.suffix:
+        from dpexp.tracking.read import downloaded_run
+
+        with downloaded_run(uri, name) as folder:
+            return replace(_source(str(folder), uri), name=name)
+    if not path.is_dir():
         return Source(name, ledger_so_far(path))
-    from dpexp.tracking.read import downloaded_run
-
-    with downloaded_run(uri, name) as folder:
-        return Source(name, ledger_so_far(folder / "ledger.jsonl"), _delta_of(folder))
-
-
-def _delta_of(folder: Path) -> float | None:
-    path = folder / "config.yaml"
-    value = yaml.safe_load(path.read_text()).get("privacy", {}).get("delta") if path.exists() else None
-    return float(value) if value is not None else None
+    said = OmegaConf.load(path / "config.yaml") if (path / "config.yaml").exists() else OmegaConf.create()
+    return Source(name, ledger_so_far(path / "ledger.jsonl"), OmegaConf.select(said, "privacy.delta"))
 
 
 def _delta(given: float | None, deltas: Sequence[float | None]) -> float:
@@ -310,11 +299,10 @@ def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str
     if not every:
         return {}, "No private trial has trained, so nothing has been spent."
     private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
-    adjacencies = {ledger.adjacency for ledger in every.values()}
-    units = {ledger.unit for ledger in every.values()}
-    for what, found in (("are stated for different adjacencies", adjacencies), ("have different privacy units", units)):
-        if len(found) > 1:
-            return {}, f"The trials {what} ({', '.join(sorted(found))}) and cannot be composed."
+    try:
+        together = concatenate([*every.values()])
+    except ConfigError as error:
+        return {}, f"Nothing may be claimed: {error}"
     at = float(frame["delta"].max())
     costs, sentences = {"delta": at}, []
     if len(private):
@@ -327,7 +315,7 @@ def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str
         sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
     covers = "all that was printed and logged of them" if facts.get("selects") else "any choice among them"
     try:
-        costs["all_runs_epsilon"] = epsilon(concatenate(list(every.values())), at)
+        costs["all_runs_epsilon"] = epsilon(together, at)
         early = sum(ledger.incomplete for ledger in every.values())
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
         begun += f", {early} with a ledger that ends early" if early else ""
@@ -336,7 +324,7 @@ def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str
         sentences.append(f"the trials cannot be composed: {error}")
     if costs.get("private_selection_epsilon", 0.0) >= costs.get("all_runs_epsilon", np.inf):
         sentences.reverse()  # the smaller one first
-    return costs, f"At δ = {up(at, 4)}, adjacency {adjacencies.pop()}: " + "; ".join(sentences) + "."
+    return costs, f"At δ = {up(at, 4)}, adjacency {together.adjacency}: " + "; ".join(sentences) + "."
 
 
 def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str:

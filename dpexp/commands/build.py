@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -21,7 +20,7 @@ from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
+from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
 from dpexp.errors import ConfigError, place_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, make_plan
@@ -59,9 +58,8 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
         preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
     noise = Noise(**values_of(cfg.noise))
     if noise.bands == AUTO:
-        noise = replace(noise, bands=1)
-    none = dict.fromkeys(("epsilon", "max_advantage", "max_tpr_at_fpr"))
-    target = target_of(cfg, **none, noise_multiplier=None if explicit else 1.0)
+        noise.bands = 1
+    target = Target(delta=cfg.privacy.delta, noise_multiplier=None if explicit else 1.0, accountant=reported(cfg))
     return _plan(cfg, module, "noise_multiplier", noise, target)
 
 
@@ -176,10 +174,6 @@ def _refusing(hook: str, target: str) -> Iterator[None]:
         raise ConfigError(f"data.module: {hook} of {target} failed ({place_of(error)}{said}).") from error
 
 
-def rounds_of(cfg: DictConfig) -> int:
-    return sampling_of(cfg).resolve(cfg.data.n)[1]
-
-
 def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:
     """Sets the batch size of dpexp's own data modules; without privacy, where the loader draws the samples, of any."""
     is_own = cfg.data.module._target_.startswith("dpexp.") and "batch_size" not in cfg.data.module
@@ -190,7 +184,7 @@ def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyP
 
 def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> None:
     """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known."""
-    cfg.rounds = plan.rounds if plan else rounds_of(cfg)
+    cfg.rounds = plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
     if not isinstance(module, Classifier):
         chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
         if chosen:
@@ -213,7 +207,7 @@ def default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str
         return {}
     _check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
     norm = plan.gradient_norm if plan else 1.0
-    return {"lr": noisy_learning_rate(cfg.optimizer, plan.rounds if plan else rounds_of(cfg), norm)}
+    return {"lr": noisy_learning_rate(cfg.optimizer, cfg.rounds, norm)}
 
 
 def silence_lightning() -> None:

@@ -19,13 +19,13 @@ import yaml
 from hydra import compose as compose_by_hydra
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString, Sweep
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dpexp import config
-from dpexp._hydra_compat import get_args_parser, in_quotes
+from dpexp._hydra_compat import get_args_parser
 from dpexp.commands.validate import REFUSED
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
@@ -146,29 +146,25 @@ def texts_in(schema: Any, prefix: str = "") -> set[str]:
 
 
 def as_overrides(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with each text quoted that Hydra would not read as it is, such as a path with brackets."""
+    """The arguments, with each text in quotes that Hydra would not read as it is, such as a path with brackets.
+
+    In a sweep, whose values have commas between them, only what Hydra cannot read at all."""
     namespace, texts = _parsed(arguments), texts_in(Config) | {"hydra.run.dir", "hydra.sweep.dir"}
+
+    def is_read(key: str, value: str) -> bool:
+        is_text = key.lstrip("+") in texts
+        try:
+            read = OverridesParser.create().parse_override(f"key={value}").value()
+        except HydraException:
+            return not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it
+        is_given = namespace.multirun or value == "null" or value.startswith(("'", '"'))
+        return not is_text or is_given or (str(read) == value and not isinstance(read, list | dict))
 
     def quoted(argument: str) -> str:
         key, _, value = argument.partition("=")
-        return f"{key}={_quoted(value, key.lstrip('+') in texts, namespace.multirun)}"
+        return argument if is_read(key, value) else f"{key}={QuotedString(value, Quote.single).with_quotes()}"
 
     return [quoted(one) if "=" in one and one in namespace.overrides else one for one in arguments]
-
-
-def _quoted(value: str, is_text: bool, multirun: bool) -> str:
-    """A value, in quotes if Hydra would read another text. In a sweep, `a,b` is two values, and choice(a,b) is left."""
-    try:
-        override = OverridesParser.create().parse_override(f"key={value}")
-        read, parts = override.value(), value.split(",")
-        if multirun and isinstance(read, Sweep):
-            is_plain = is_text and isinstance(read, ChoiceSweep) and read.simple_form and len(parts) == len(read.list)
-            return ",".join(_quoted(part.strip(), is_text, False) for part in parts) if is_plain else value
-        is_same = not is_text or value == "null" or in_quotes(override)
-        is_same |= str(read) == value and not isinstance(read, list | dict)
-    except HydraException:
-        is_same = not is_text and value.startswith(("[", "{"))  # a list or dictionary with a mistake in it
-    return value if is_same else QuotedString(value, Quote.single).with_quotes()
 
 
 def is_option(argument: str) -> bool:

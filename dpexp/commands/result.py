@@ -88,40 +88,37 @@ def result_of(
 
 
 def measure(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
-    """The metrics on the test set; none, with a warning, if they cannot be measured, as without a test set."""
-    try:
-        return _metrics(module, data, trainer)
-    except Exception as error:  # the result must not be lost
-        warnings.warn(f"the model could not be tested, and is kept: {' '.join(str(error).split())[:300]}")
-        return {}
+    """The metrics on the test set; if weights were averaged, also those of the last weights, as `…_unaveraged`.
 
-
-def _metrics(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
-    """The metrics on the test set; if weights were averaged, also those of the last weights, as `…_unaveraged`."""
+    Those that cannot be measured, as without a test set, are left out with a warning."""
 
     def metrics_of_module() -> dict[str, float]:
         parts = trainer.test(module, datamodule=data, verbose=False)
         return {name: value for part in parts for name, value in part.items()}
 
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    last = next((callback for callback in callbacks if isinstance(callback, LastWeights)), None)
-    if last is not None and last.weights is None:  # all rounds were done before: fit then calls no on_train_end
-        for callback in callbacks:
-            if isinstance(callback, (LastWeights, *AVERAGING)):
-                callback.on_train_end(trainer, module)
-    metrics = metrics_of_module()
-    if last is not None and last.weights is not None:
-        averaged = {name: value.clone() for name, value in module.state_dict().items()}
-        loggers, trainer.loggers = trainer.loggers, []  # which would log them as those of the averages
-        module.load_state_dict(last.weights)
-        try:
-            others = {f"{name}_unaveraged": value for name, value in metrics_of_module().items()}
-        finally:
-            module.load_state_dict(averaged)
-            trainer.loggers = loggers
-        for logger in loggers:
-            logger.log_metrics(others, trainer.global_step)
-        metrics |= others
+    metrics: dict[str, float] = {}
+    try:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        last = next((callback for callback in callbacks if isinstance(callback, LastWeights)), None)
+        if last is not None and last.weights is None:  # all rounds were done before: fit then calls no on_train_end
+            for callback in callbacks:
+                if isinstance(callback, (LastWeights, *AVERAGING)):
+                    callback.on_train_end(trainer, module)
+        metrics = metrics_of_module()
+        if last is not None and last.weights is not None:
+            averaged = {name: value.clone() for name, value in module.state_dict().items()}
+            loggers, trainer.loggers = trainer.loggers, []  # which would log them as those of the averages
+            module.load_state_dict(last.weights)
+            try:
+                others = {f"{name}_unaveraged": value for name, value in metrics_of_module().items()}
+            finally:
+                module.load_state_dict(averaged)
+                trainer.loggers = loggers
+            for logger in loggers:
+                logger.log_metrics(others, trainer.global_step)
+            metrics |= others
+    except Exception as error:  # the result must not be lost
+        warnings.warn(f"the model could not be tested, and is kept: {' '.join(str(error).split())[:300]}")
     return metrics
 
 

@@ -56,41 +56,55 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
         ConfigError: there is no such run, or it saved no model.
     """
     with _located(run, uri) as folder:
-        cfg = _configuration(folder)
-        return bare(_restored(cfg, folder, _trainer_of(cfg))).eval()
+        saved = _Saved(folder)
+        saved.restore()
+    return saved.model
 
 
-def _raw_data(cfg: DictConfig) -> RawData | None:
-    """The data module, which has read nothing; None if it does not encode new inputs."""
-    is_raw = isinstance(kind := get_object(cfg.data.module._target_), type) and issubclass(kind, RawData)
-    return make("data.module", cfg.data.module) if is_raw else None
-
-
-class _Served:
-    """The model in a job's folder, as MLflow serves it: for arrays, or for inputs as users have them."""
+class _Saved:
+    """A job's folder with a trained model, which MLflow serves by `predict`."""
 
     def __init__(self, folder: Path) -> None:
-        cfg = _configuration(folder)
-        self._trainer, self._data = _trainer_of(cfg), _raw_data(cfg)
-        self._model = bare(_restored(cfg, folder, self._trainer)).eval()
+        self.cfg, self._folder = _configuration(folder), folder
+        silence_lightning()
+        precision = self.cfg.trainer.precision
+        try:
+            self.trainer = pl.Trainer(
+                accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+        except Exception as error:  # Lightning raises many types for a wrong value
+            raise ConfigError(f"trainer.precision={precision} is not available on the CPU: {error}") from error
+        target = get_object(self.cfg.data.module._target_)
+        encodes = isinstance(target, type) and issubclass(target, RawData)
+        self.data: RawData | None = make("data.module", self.cfg.data.module) if encodes else None  # has read nothing
+
+    def restore(self) -> None:
+        """Makes the module with the trained weights, at the precision of its training. Runs code: see `load`."""
+        pl.seed_everything(self.cfg.seed, verbose=False)  # making a model may draw random numbers
+        module = self.trainer.precision_plugin.convert_module(module_of(self.cfg, load_weights=False))
+        assert isinstance(module, pl.LightningModule)
+        load_weights(bare(module), self._folder / WEIGHTS)
+        self.module, self.model = module, bare(module).eval()
 
     def predict(self, inputs: Any, params: Any = None) -> Any:
-        if self._data is not None:
-            return self._data.predictions(self._model, inputs)
-        return _scores(self._model, torch.as_tensor(np.asarray(inputs)), self._trainer).numpy()
+        """A table for inputs as users have them; for an array the model's scores, in at least float32.
+
+        Both are computed at the job's precision."""
+        precision = self.trainer.precision_plugin
+        with torch.no_grad(), precision.forward_context():
+            if self.data is not None:
+                return self.data.predictions(self.model, inputs)
+            parts = torch.as_tensor(np.asarray(inputs)).split(1000)
+            scores = torch.cat([scores_of(self.model(precision.convert_input(part))) for part in parts])
+        return scores.to(torch.promote_types(scores.dtype, torch.float32)).numpy()
 
 
-def _load_pyfunc(path: str) -> _Served:
+def _load_pyfunc(path: str) -> _Saved:
     """Called by MLflow: this module is the loader of such a model."""
-    return _Served(Path(path))
-
-
-def _scores(model: nn.Module, x: Tensor, trainer: pl.Trainer) -> Tensor:
-    """The model's scores at the job's precision, in at least float32: NumPy has no bfloat16."""
-    precision = trainer.precision_plugin
-    with torch.no_grad(), precision.forward_context():
-        scores = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(1000)])
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    saved = _Saved(Path(path))
+    saved.restore()
+    return saved
 
 
 def _run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
@@ -137,27 +151,6 @@ def _configuration(folder: Path) -> DictConfig:
     return cfg
 
 
-def _trainer_of(cfg: DictConfig) -> pl.Trainer:
-    """A Trainer that computes at the job's precision, on the CPU."""
-    silence_lightning()
-    try:
-        return pl.Trainer(
-            accelerator="cpu", precision=cfg.trainer.precision, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-    except Exception as error:  # Lightning raises many types for a wrong value
-        raise ConfigError(f"trainer.precision={cfg.trainer.precision} is not available on the CPU: {error}") from error
-
-
-def _restored(cfg: DictConfig, folder: Path, trainer: pl.Trainer) -> pl.LightningModule:
-    """A job's module with the trained weights, at the precision of its training. Runs code: see `load`."""
-    pl.seed_everything(cfg.seed, verbose=False)  # making a model may draw random numbers
-    module = trainer.precision_plugin.convert_module(module_of(cfg, load_weights=False))
-    assert isinstance(module, pl.LightningModule)
-    load_weights(bare(module), folder / WEIGHTS)
-    return module
-
-
 def bare(module: pl.LightningModule) -> nn.Module:
     """The part of a LightningModule that predicts: a classifier's model, or the LightningModule itself."""
     return module.model if isinstance(module, Classifier) else module
@@ -167,12 +160,11 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     """Prints and returns the metrics of the test set."""
     run, options = _run_and_options("evaluate", arguments, ["uri"])
     with _located(run, options.get("uri")) as folder:
-        cfg = _configuration(folder)
-        trainer = _trainer_of(cfg)
-        module = _restored(cfg, folder, trainer)
+        saved = _Saved(folder)
+        saved.restore()
     try:
-        data = data_of(cfg)
-        found = trainer.test(module, datamodule=data, verbose=False)
+        data = data_of(saved.cfg)
+        found = saved.trainer.test(saved.module, datamodule=data, verbose=False)
     except MisconfigurationException as error:
         raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
     metrics = {name: value for part in found for name, value in part.items()}
@@ -190,31 +182,22 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
     path, out = Path(os.path.expanduser(options["data"])), options.get("out", "predictions.csv")
     with _located(run, options.get("uri")) as folder:
-        cfg = _configuration(folder)
-        data = _raw_data(cfg)
-        x: Any = _inputs(path, cfg) if data is None else data.read_inputs(path)
-        trainer = _trainer_of(cfg)
-        module = _restored(cfg, folder, trainer)
-    model = bare(module).eval()
-    if data is not None:
-        with trainer.precision_plugin.forward_context():
-            found = data.predictions(model, x)
-            return _written(x.drop(columns=[name for name in found if name in x]).join(found), out)
+        saved = _Saved(folder)
+        x: Any = _inputs(path, saved.cfg) if saved.data is None else saved.data.read_inputs(path)
+        saved.restore()
     try:
-        outputs = _scores(model, x, trainer)
+        found = saved.predict(x)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
-    if isinstance(module, Classifier):
-        probabilities = outputs.softmax(1)
-        table = DataFrame(
-            {"class": probabilities.argmax(1)} | {f"p_{k}": p for k, p in enumerate(probabilities.unbind(1))}
-        )
+    if saved.data is not None:
+        table = x.drop(columns=[name for name in found if name in x]).join(found)
+    elif isinstance(saved.module, Classifier):
+        p = torch.as_tensor(found).softmax(1)
+        table = DataFrame({"class": p.argmax(1)} | {f"p_{k}": column for k, column in enumerate(p.unbind(1))})
     else:
-        table = DataFrame(outputs.reshape(len(outputs), -1).numpy())
-    return _written(table, out)
-
-
-def _written(table: "DataFrame", out: str) -> "DataFrame":
+        table = DataFrame(found.reshape(len(found), -1))
     try:
         table.to_csv(out, index=False)
     except OSError as error:

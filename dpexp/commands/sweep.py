@@ -5,19 +5,22 @@ All trials are checked before the first starts. Imports nothing slow, since ever
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from dpexp._hydra_compat import BasicSweeper
 from dpexp.commands.trial import forget_trials, name_of, remember_trials
-from dpexp.commands.validate import refuse_taken
+from dpexp.commands.validate import taken
 from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError
 
@@ -123,7 +126,7 @@ def register_sweepers() -> None:
 class SweepCallback(Callback):
     """Begins the parent run, and refuses a folder that holds another run before Hydra writes into it.
 
-    `conclude` ends the parent run, since Hydra calls no hook after a failed or interrupted sweep. Hydra would continue
+    `concluded` ends the parent run, since Hydra calls no hook after a failed or interrupted sweep. Hydra would continue
     after an error in a hook; it lets SystemExit through."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -145,10 +148,10 @@ class SweepCallback(Callback):
 
 
 def _refuse_taken(folder: Path) -> None:
-    try:
-        refuse_taken(folder)
-    except ConfigError as error:
-        raise SystemExit(f"dpexp: {error}") from error
+    if found := taken(folder):
+        raise SystemExit(
+            f"dpexp: {folder} already holds a run, with its {found[0]}; choose another hydra.run.dir, or delete it."
+        )
 
 
 _sweep: "Sweep | None" = None  # the tracked sweep that runs in this process
@@ -198,26 +201,29 @@ class Sweep:
         terminal.print_sweep(frame, failed, described(tops), sentence, self.parent.address, self._output)
 
 
-def under_way() -> bool:
-    """Whether this process runs a sweep whose trials are tracked."""
-    return _sweep is not None
-
-
-def conclude(interrupted: bool, failed: bool) -> None:
-    """Ends the parent run of the sweep in this process, if there is one.
-
-    Args:
-        interrupted, failed: the sweep was interrupted; it ended with an error.
-    """
+@contextmanager
+def concluded() -> Iterator[None]:
+    """Ends the parent run of the sweep that runs within it, if there is one: finished, failed or interrupted."""
     global _sweep
-    ended, _sweep = _sweep, None
-    forget_trials()
-    if ended is None:
-        return
+    interrupted, failed = True, False
     try:
-        ended.conclude(interrupted, failed)
+        yield
+        interrupted = False
     except Exception as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split()[:30])
-        raise ConfigError(
-            f"the sweep's parent run could not be ended; start the same command again in its folder. {words}"
-        ) from error
+        interrupted, failed = False, True
+        if _sweep is not None and not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
+            words = f"{type(error).__name__}: {error}".split()
+            raise ConfigError(f"the sweep did not finish: {' '.join(words[:40])}") from error
+        raise
+    finally:
+        ended, _sweep = _sweep, None
+        forget_trials()
+        try:
+            if ended is not None:
+                ended.conclude(interrupted, failed)
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}".split()
+            raise ConfigError(
+                "the sweep's parent run could not be ended; start the same command again in its folder. "
+                f"{' '.join(words[:30])}"
+            ) from error

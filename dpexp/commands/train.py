@@ -17,33 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import pl
 from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger, write_ledger
-from dpexp.commands import processes
+from dpexp.commands import build, processes
 from dpexp.commands.account import earlier_on_data, with_earlier
-from dpexp.commands.build import (
-    accountants,
-    add_optimizer,
-    data_of,
-    default_learning_rate,
-    module_of,
-    plan_for,
-    rounds_of,
-    set_batch_size,
-    silence_lightning,
-    uncalibrated_plan,
-)
 from dpexp.commands.result import check_objective, measure, objective, released_values, result_of
-from dpexp.commands.saved_jobs import (
-    CARD,
-    CHECKPOINT,
-    RESERVED,
-    bare,
-    check_resumable,
-    rounds_done,
-    save_model,
-)
+from dpexp.commands.saved_jobs import CARD, CHECKPOINT, RESERVED, bare, check_resumable, rounds_done, save_model
 from dpexp.commands.trainer import callback_for, explained, trainer_for
 from dpexp.commands.trial import trial_label
-from dpexp.commands.validate import check, refuse_taken, reported, taken
+from dpexp.commands.validate import check, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.training import DryRunDone
@@ -68,11 +48,11 @@ def run(cfg: DictConfig) -> float | None:
     Raises:
         ConfigError: before training, for any choice that cannot be honoured.
     """
-    silence_lightning()
-    check(cfg)
+    build.silence_lightning()
     count = processes.number_of(cfg)
     if count > 1 and not processes.is_started():
         return processes.start(run, cfg, count)
+    processes.use_threads(cfg)
     with processes.connected(cfg, count):
         if processes.rank() == 0:
             with Stop().installed() as stop:
@@ -88,9 +68,8 @@ def _run_worker(cfg: DictConfig) -> None:
     if received is None:
         return
     output, cfg.checkpoint.resume = received
-    processes.use_threads(cfg)
-    job = _make_job(cfg, output, plan_for)
-    job.trainer.fit(job.module, datamodule=job.data, ckpt_path=_checkpoint(cfg, output))
+    job = _make_job(cfg, output)
+    job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.checkpoint)
     measure(job.module, job.data, job.trainer)
 
 
@@ -107,18 +86,17 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         output = _unused(output)
         if (output / CHECKPOINT).exists():
             cfg.checkpoint.resume = True
-    processes.use_threads(cfg)
     if cfg.check:
         _check(cfg)
         return None
     processes.broadcast((output, cfg.checkpoint.resume))
-    if not cfg.checkpoint.resume:
-        refuse_taken(output)
-    job = _make_job(cfg, output, plan_for)
+    job = _make_job(cfg, output)
     output.mkdir(parents=True, exist_ok=True)
     if cfg.checkpoint.resume:
         check_resumable(cfg, output)
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(_without_passwords(cfg), resolve=True))
+    shown = cfg.copy()
+    shown.tracking.update({name: text and without_passwords(text) for name, text in cfg.tracking.items()})
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(shown, resolve=True))
     plan = job.plan
     others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
     if trial is None:
@@ -131,7 +109,14 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     else:
         said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"
         warnings.filterwarnings("ignore", "|".join(said))
-    with _track(cfg, plan, output, stop) as tracked:
+    if cfg.tracking.uri is None:
+        tracking: AbstractContextManager[TrackedRun | None] = nullcontext()
+    else:
+        from dpexp.tracking.run import track
+
+        names = build.accountants(cfg, plan) if plan else []
+        tracking = track(cfg, plan, output, names, _reserved_ledger(cfg, plan, output), lambda: stop.name)
+    with tracking as tracked:
         if cfg.train:
             result = _train(cfg, job, output, tracked, stop, others)
         elif plan is not None:
@@ -152,7 +137,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         _write(result, output)
         if tracked:
             tracked.finish(result)
-        if result["rounds"] >= (plan.rounds if plan else rounds_of(cfg)) and (output / CARD).exists():
+        if result["rounds"] >= cfg.rounds and (output / CARD).exists():
             (output / CHECKPOINT).unlink(missing_ok=True)
         if refuted:
             raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
@@ -169,7 +154,7 @@ def _check(cfg: DictConfig) -> None:
     if not cfg.privacy.enabled or processes.number_of(cfg) > 1:
         raise ConfigError("check=true tries a private step in one process; leave check out.")
     with TemporaryDirectory() as folder:
-        job = _make_job(cfg, Path(folder), plan_for)
+        job = _make_job(cfg, Path(folder))
         assert job.plan and job.privacy
         terminal.print_plan(cfg, job.plan, [defaults_note(cfg, job.module, job.plan)])
         terminal.print_trained_parameters(job.module)
@@ -182,8 +167,7 @@ def _check(cfg: DictConfig) -> None:
 
 
 def _write(result: dict[str, Any], output: Path) -> None:
-    with suppress(OSError) if "weights" in result else nullcontext():
-        (output / "result.json").write_text(json.dumps(result, indent=2))
+    (output / "result.json").write_text(json.dumps(result, indent=2))
 
 
 def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> str:
@@ -196,7 +180,7 @@ def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
     if plan and "size: ${unless:" in given and cfg.sampling.expected_batch_size:
         size, records = f"{cfg.sampling.expected_batch_size:.5g}", plan.privacy_unit.plural
         chosen.append(f"sampling.expected_batch_size={size}, of a quarter of the {records}, at most 512")
-    if isinstance(module, Classifier) and (found := default_learning_rate(cfg, plan)):
+    if isinstance(module, Classifier) and (found := build.default_learning_rate(cfg, plan)):
         chosen.append(f"optimizer.lr={found['lr']:.3g}, for this number of rounds, noise and model")
     return f"By default: {'; '.join(chosen)}." if chosen else ""
 
@@ -207,55 +191,41 @@ class _Job(NamedTuple):
     plan: PrivacyPlan | None
     privacy: "PrivacyCallback | None"
     trainer: pl.Trainer
+    checkpoint: Path | None
 
 
 def _make_job(
-    cfg: DictConfig, output: Path, plan_of: Callable[[DictConfig, pl.LightningModule], PrivacyPlan]
+    cfg: DictConfig, output: Path, plan_of: Callable[[DictConfig, pl.LightningModule], PrivacyPlan] = build.plan_for
 ) -> _Job:  # fmt: skip
     """Makes everything that training needs before anything is written."""
     if cfg.debug:  # three rounds without MLflow
         cfg.sampling.steps, cfg.sampling.epochs, cfg.tracking.uri = 3, None, None
         OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
     pl.seed_everything(cfg.seed, verbose=False)
-    module = module_of(cfg, load_weights=not cfg.checkpoint.resume)  # right after the seed: reproducible
-    data = data_of(cfg)
+    module = build.module_of(cfg, load_weights=not cfg.checkpoint.resume)  # right after the seed: reproducible
+    data = build.data_of(cfg)
     if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
-    set_batch_size(cfg, data, plan)
-    add_optimizer(cfg, module, plan)
+    build.set_batch_size(cfg, data, plan)
+    build.add_optimizer(cfg, module, plan)
     privacy = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, privacy, output)
     check_objective(cfg, module, trainer)
-    return _Job(module, data, plan, privacy, trainer)
+    return _Job(module, data, plan, privacy, trainer, output / CHECKPOINT if cfg.checkpoint.resume else None)
 
 
 def check_trial(cfg: DictConfig) -> None:
     """Refuses a trial that cannot run, without calibrating it."""
-    silence_lightning()
+    build.silence_lightning()
     check(cfg)
-    _make_job(cfg, Path(HydraConfig.get().sweep.dir), uncalibrated_plan)
+    _make_job(cfg, Path(HydraConfig.get().sweep.dir), build.uncalibrated_plan)
 
 
 def _unused(folder: Path) -> Path:
     """The folder of a trial whose earlier starts have not finished: one with a checkpoint, or without a run."""
     attempts = (folder.with_name(f"{folder.name}.{k}") if k > 1 else folder for k in itertools.count(1))
     return next(attempt for attempt in attempts if (attempt / CHECKPOINT).exists() or not taken(attempt))
-
-
-def _checkpoint(cfg: DictConfig, output: Path) -> Path | None:
-    return output / CHECKPOINT if cfg.checkpoint.resume else None
-
-
-def _track(
-    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, stop: Stop
-) -> "AbstractContextManager[TrackedRun | None]":
-    if cfg.tracking.uri is None:
-        return nullcontext()
-    from dpexp.tracking.run import track
-
-    reserved = _reserved_ledger(cfg, plan, output)
-    return track(cfg, plan, output, accountants(cfg, plan) if plan else [], reserved, lambda: stop.name)
 
 
 def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledger | None:
@@ -268,26 +238,10 @@ def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) ->
     return replace(concatenate([before, plan.ledger(rounds_done(output / CHECKPOINT))]), incomplete=False)
 
 
-def _write_empty_ledger(plan: PrivacyPlan, path: Path) -> None:
-    """Says that a job ended before its first round: a missing ledger counts as all that the job may release."""
-    if not path.exists():  # that of a resumed job
-        with suppress(OSError):
-            write_ledger(path, Ledger(plan.adjacency, {}))
-
-
-def _without_passwords(cfg: DictConfig) -> DictConfig:
-    """The configuration without the tracking server's password."""
-    shown = cfg.copy()
-    for name in ("uri", "artifacts"):
-        if cfg.tracking[name] is not None:
-            shown.tracking[name] = without_passwords(cfg.tracking[name])
-    return shown
-
-
 def _train(
     cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop, others: Sequence[Ledger]
 ) -> dict[str, Any]:  # fmt: skip
-    module, data, plan, privacy, trainer = job
+    module, data, plan, privacy, trainer, checkpoint = job
     trainer.callbacks.append(stop)  # type: ignore[attr-defined]
     if tracked:
         trainer.logger = tracked.logger
@@ -295,21 +249,23 @@ def _train(
     started = time.monotonic()
     try:
         with reserve_disk_space(bare(module), output / RESERVED), explained(trainer):
-            trainer.fit(module, datamodule=data, ckpt_path=_checkpoint(cfg, output))
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     except (KeyboardInterrupt, SystemExit, OSError) as error:
         if not isinstance(error, OSError) or (privacy and privacy.ledger_opened):
             terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
     finally:
-        if plan and privacy and cfg.data.id is not None and not privacy.ledger_opened:
-            _write_empty_ledger(plan, output / "ledger.jsonl")
+        path = output / "ledger.jsonl"
+        if plan and privacy and cfg.data.id is not None and not privacy.ledger_opened and not path.exists():
+            with suppress(OSError):  # a missing ledger counts as all that the job may release
+                write_ledger(path, Ledger(plan.adjacency, {}))
     seconds = time.monotonic() - started
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
     if ledger and (together := with_earlier(others, ledger, cfg.privacy.delta)):
         result["all_runs"] = together
-    if isinstance(module, Classifier) and (found := default_learning_rate(cfg, plan)):
+    if isinstance(module, Classifier) and (found := build.default_learning_rate(cfg, plan)):
         result["learning_rate"] = found["lr"]
     if class_names := getattr(data, "class_names", None):
         result["class_names"] = [*map(str, class_names)]

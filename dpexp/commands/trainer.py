@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import MisconfigurationException, environment, pl
 from dpexp.commands import processes
-from dpexp.commands.build import accountants, make, rounds_of
+from dpexp.commands.build import accountants, make
 from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import REFUSED, sampling_of
@@ -54,25 +54,21 @@ def trainer_for(
     """A Trainer with the configured options and callbacks."""
     options, count = _options(cfg), processes.number_of(cfg)
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
-    rounds = plan.rounds if plan else rounds_of(cfg)
+    rounds = cfg.rounds
     per_epoch = max(1, round(policy.rounds_per_epoch))
     max_batch = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, max_batch)
     callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
-    configured = [make(f"callbacks.{name}", node) for name, node in (cfg.callbacks or {}).items()]
-    for name, callback in zip(cfg.callbacks or {}, configured, strict=True):
+    configured = {name: make(f"callbacks.{name}", node) for name, node in (cfg.callbacks or {}).items()}
+    for name, callback in configured.items():
         if not isinstance(callback, pl.Callback):
             raise ConfigError(f"callbacks.{name}: {cfg.callbacks[name].get('_target_')} gives no Lightning callback.")
-    if any(isinstance(callback, AVERAGING) for callback in configured):
+    if any(isinstance(callback, AVERAGING) for callback in configured.values()):
         callbacks.append(LastWeights())
-    callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
+    callbacks += [*configured.values(), Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
     label, launcher = trial_label(cfg), HydraConfig.get().runtime.choices.get("hydra/launcher", "basic")
-    bar = (
-        options.pop("enable_progress_bar", True)
-        and not cfg.check
-        and (label is None or launcher == "basic")
-        and processes.rank() == 0
-    )
+    shows = not cfg.check and processes.rank() == 0 and (label is None or launcher == "basic")
+    bar = options.pop("enable_progress_bar", True) and shows
     if bar:
         callbacks.append(RoundBar(rounds, privacy, label))
     defaults = {
@@ -128,12 +124,7 @@ _MEANINGS = {
     "num_samples should be a positive integer": "data.module: the training set is empty.",
     "`train_dataloader` must be implemented": "data.module: it has no train_dataloader; let it give one DataLoader.",
 }
-# EMAWeightAveraging and its base came with Lightning 2.6.
-AVERAGING = tuple(
-    getattr(pl.callbacks, name)
-    for name in ("WeightAveraging", "StochasticWeightAveraging")
-    if hasattr(pl.callbacks, name)
-)
+AVERAGING = pl.callbacks.WeightAveraging, pl.callbacks.StochasticWeightAveraging
 
 
 def _options(cfg: DictConfig) -> dict[str, Any]:

@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unicodedata import is_normalized
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
-from dpexp.config import Config, Trainer, not_private_reason, refusal_of_resolver
+from dpexp.config import Trainer, not_private_reason, refusal_of_resolver
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
@@ -68,11 +68,10 @@ def privacy_unit_of(cfg: DictConfig) -> Example:
     return make_privacy_unit(**values_of(cfg.privacy_unit))
 
 
-def target_of(cfg: DictConfig, **changes: Any) -> Target:
-    """The target of a configuration; `changes` replace some of its values."""
+def target_of(cfg: DictConfig) -> Target:
     names = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier")
     values = {name: value for name, value in values_of(cfg.privacy).items() if name in names}
-    return Target(**values | changes, accountant=reported(cfg))
+    return Target(**values, accountant=reported(cfg))
 
 
 def sampling_of(cfg: DictConfig) -> Sampling:
@@ -81,14 +80,6 @@ def sampling_of(cfg: DictConfig) -> Sampling:
 
 def values_of(section: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(section, resolve=True)  # type: ignore[return-value]
-
-
-def refuse_taken(folder: Path) -> None:
-    """Refuses a folder with another run's files."""
-    if found := taken(folder):
-        raise ConfigError(
-            f"{folder} already holds a run, with its {found[0]}; choose another hydra.run.dir, or delete it."
-        )
 
 
 def taken(folder: Path) -> list[str]:
@@ -121,9 +112,9 @@ def _nan_keys(node: Any, key: str = "") -> Iterator[str]:
 
 def _check_keys(cfg: DictConfig) -> None:
     """Refuses keys that a plus has added to a section of which every key is known."""
-    for name, declared in get_type_hints(Config).items():
-        section = next((kind for kind in (declared, *get_args(declared)) if is_dataclass(kind)), None)
-        if section is None or section is Trainer or not cfg.get(name):
+    for name in map(str, cfg):
+        section = OmegaConf.get_type(cfg, name)
+        if not is_dataclass(section) or section is Trainer:
             continue
         known = [field.name for field in fields(section)]
         for key in cfg[name]:

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import dpexp
+from dpexp.commands.command_line import check
 from dpexp.config import CONF
 from dpexp.errors import ConfigError
 
@@ -41,9 +42,8 @@ def test_every_experiment_and_sweep_composes():
     for path in CONF.glob("sweep/*.yaml"):
         params = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
         values = {key: str(given).split(", ") for key, given in params.items() if "(" not in str(given)}
-        for k in range(max(map(len, values.values()), default=1)):
-            varied = [f"{key}={each[k % len(each)]}" for key, each in values.items()]
-            assert dpexp.compose(f"sweep={path.stem}", *varied)
+        check([f"sweep={path.stem}", *(f"{key}={value}" for key, each in values.items() for value in each)])
+        assert dpexp.compose(f"sweep={path.stem}", *(f"{key}={each[-1]}" for key, each in values.items()))
 
 
 def test_the_notebook_is_kept_without_outputs():

@@ -256,7 +256,7 @@ def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precis
 
 
 def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job):
-    names = ("standardize", "whiten", "pca")
+    names = ("standardize", "pca")
     noise = [f"preprocessing.{name}.{key}" for name in names for key in ("budget_share=null", "noise_multiplier=1")]
     output = dpexp_job(*QUICK, f"preprocessing=[{','.join(names)}]", *noise, "model.shape=[60]")
     kept, own = mlflow.pyfunc.load_model(str(output / "mlflow_model")), dpexp.load(output)

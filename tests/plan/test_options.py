@@ -1,7 +1,6 @@
 """The objects of a plan, by the public interface."""
 
 import math
-from dataclasses import FrozenInstanceError
 
 import pytest
 from torch import nn
@@ -30,8 +29,6 @@ def test_a_plan_is_made_from_its_objects():
     assert (plan.sampling.q, plan.rounds, len(group.vectors), group.S) == (0.1, 15, 2, 1.0)
     assert 1.99 < dpexp.epsilon(plan.ledger(), 1e-5) <= 2.0
     assert plan.at_round(5).groups[0].sigma == 2 * group.sigma
-    with pytest.raises(FrozenInstanceError):
-        SAMPLING.steps = 1
 
 
 def test_a_policy_is_chosen_by_its_dotted_name():

@@ -1,7 +1,7 @@
 """The options of a plan that need no model: sampling, target, noise and schedules. Imports nothing slow.
 
-Each is a frozen dataclass with the names of a configuration's section. It checks its own values when it is made; its
-`check` methods compare it with the other options. Errors name the configuration's key.
+Each is a dataclass with the names of a configuration's section; all but Target are its schema. It checks its own values
+when it is made; its `check` methods compare it with the other options. Errors name the configuration's key.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ COEFFICIENTS = ("optimal", "sqrt")
 AUTO = "auto"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampling:
     """How samples are drawn, and for how many rounds.
 
@@ -46,7 +46,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.policy == "full_batch" and self.sampling_rate is self.expected_batch_size is None:
-            object.__setattr__(self, "sampling_rate", 1.0)
+            self.sampling_rate = 1.0
         exactly_one("sampling", sampling_rate=self.sampling_rate, expected_batch_size=self.expected_batch_size)
         exactly_one("sampling", steps=self.steps, epochs=self.epochs)
         policy_class(self.policy)
@@ -147,7 +147,7 @@ class Target:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Noise:
     """The noise mechanism.
 
@@ -163,7 +163,7 @@ class Noise:
     """
 
     kind: str = "gaussian"
-    bands: int | str | None = None
+    bands: Any = None
     coefficients: str | None = None
     momentum: float | None = None
 
@@ -173,7 +173,7 @@ class Noise:
         for key, default in {"bands": AUTO, "coefficients": "optimal", "momentum": 0.0}.items():
             value = getattr(self, key)
             if self.kind == "banded":
-                object.__setattr__(self, key, default if value is None else value)
+                setattr(self, key, default if value is None else value)
             elif value is not None:
                 raise ConfigError(f"noise.{key}={value} is an option of noise=banded, but noise={self.kind} is chosen.")
         if self.kind != "banded":
@@ -207,7 +207,7 @@ class Noise:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Schedules:
     """How z, q and S vary over the rounds: multipliers of the plan's values (see `dpexp.privacy.plan.schedules`).
 
