@@ -175,6 +175,10 @@ class Sender:
     def file(self, path: Path) -> None:
         self._send(self._client.log_artifact, str(path.resolve()))
 
+    def text(self, path: Path) -> None:
+        """Sends a text file without the passwords of addresses."""
+        self._send(self._client.log_text, without_passwords(path.read_text()), path.name)
+
     def model(self, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None) -> None:
         """Logs a folder in MLflow's format as a model, and registers it under `name`, if given."""
         self._send(partial(send_model, self._client), folder.resolve(), rounds, tags, name)

@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
 from dpexp.errors import ConfigError
+from dpexp.tracking.provenance import without_passwords
 
 _MAX_DESCRIPTION = 5000  # characters
 _REQUIREMENTS = ("dpexp", "torch", "pytorch-lightning", "numpy")
@@ -34,8 +35,8 @@ def save_as_mlflow(job: Path, example: Any, folder: Path, loader: str) -> None:
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as files, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("config.yaml", "weights.safetensors"):
-            shutil.copy(job / name, files)
+        shutil.copy(job / "weights.safetensors", files)
+        (Path(files) / "config.yaml").write_text(without_passwords((job / "config.yaml").read_text()))
         mlflow.pyfunc.save_model(
             str(folder), loader_module=loader, data_path=files, input_example=example,
             pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _REQUIREMENTS],

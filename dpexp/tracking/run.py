@@ -130,7 +130,8 @@ class TrackedRun:
         (self._output / "overrides.yaml").write_text(without_passwords(overrides))
         if self._plan is not None:
             self._log_plan(self._plan)
-        self._send_files("overrides.yaml", "config.yaml", "plan.json", "planned_ledger.jsonl")
+        self._sender.text(self._output / "config.yaml")
+        self._send_files("overrides.yaml", "plan.json", "planned_ledger.jsonl")
 
     def _log_plan(self, plan: PrivacyPlan) -> None:
         z, ledger = plan.noise_multiplier, plan.ledger()
