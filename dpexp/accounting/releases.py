@@ -164,18 +164,6 @@ def applicable_accountants(ledger: Ledger) -> list[str]:
     return [name for name in allowed[0] if all(name in others for others in allowed)]
 
 
-def unamplified(ledger: Ledger) -> str | None:
-    """A message on rounds with sampling whose noise is too small for amplification, if any."""
-    found = {r: count for r, count in releases(ledger).items() if r.q < 1 and r.z < MIN_AMPLIFIED_Z}
-    if not found:
-        return None
-    return (
-        f"ε does not count on sampling in {sum(found.values())} rounds, whose z is as low as "
-        f"{min(release.z for release in found):.3g}: below {MIN_AMPLIFIED_Z:g} sampling amplifies next to nothing, and "
-        "is ignored."
-    )
-
-
 def _poisson(z: float, q: float, adjacency: str) -> Release:
     return Release(z, q, "poisson_replaced" if q < 1 and adjacency == "replace_one" else "poisson")
 
