@@ -73,11 +73,7 @@ class MomentsAccountant(Rounds):
         return {k: self.moment(1.0 + k) for k in MOMENTS}
 
     def epsilon(self, delta: float) -> float:
-        return self.best(delta)[0]
-
-    def best(self, delta: float) -> tuple[float, int]:
-        """ε and the λ that gives it."""
-        return min(((moment - math.log(delta)) / k, k) for k, moment in self._moments.items())
+        return min((moment - math.log(delta)) / k for k, moment in self._moments.items())
 
 
 class FixedSizeRdpAccountant:

@@ -148,13 +148,6 @@ def check_tpr(rates: Mapping[float, float]) -> None:
             )
 
 
-def check_bound(target: str, accountant: str) -> None:
-    """Refuses to calibrate to a target by an accountant that is an approximation."""
-    if not is_bound(accountant):
-        others = ", ".join(filter(is_bound, NAMES))
-        raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
-
-
 def check_names(accountants: list[str]) -> None:
     """Refuses unknown accountants."""
     for name in accountants:

@@ -69,36 +69,19 @@ class LedgerWriter:
         self._counts: Counter[Round] = Counter()
         self._sampling: SamplingEvent | None = None
         self._queries: list[Query] = []
-        self._open(resume)
+        existed = self.path.exists()
+        if resume and not existed:
+            raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
+        with self._refusing_errors():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(self.path, "ab+")
+        _OPEN.add(self)
         try:
             self._lock()
-            self._continue(position) if resume else self._begin()
+            self._continue(position) if resume else self._begin(existed)
         except BaseException:
             self._file.close()
             raise
-
-    def _open(self, resume: bool) -> None:
-        def opener(path: str, flags: int) -> int:
-            return os.open(path, flags & ~os.O_CREAT if exists else flags | os.O_EXCL, 0o666)
-
-        if resume and not self.path.exists():
-            raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
-        exists = self.path.exists()
-        if not resume and exists:
-            self._refuse_used()
-        with self._refusing_errors():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = FileIO(self.path, "ab+", opener=opener)
-        _OPEN.add(self)
-
-    def _refuse_used(self) -> None:
-        before = contents(self.path).ledger
-        if before.rounds:
-            raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
-        if before.incomplete:
-            raise ConfigError(
-                f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
-            )
 
     def _lock(self) -> None:
         """Keeps two processes from continuing the same ledger."""
@@ -111,14 +94,21 @@ class LedgerWriter:
         except OSError:  # a file system without locks
             pass
 
-    def _begin(self) -> None:
-        chain = Chain()
-        if self._content():
-            self._refuse_used()  # again, now that the file is locked
+    def _begin(self, existed: bool) -> None:
+        if existed or self._content():
+            before = contents(self.path).ledger
+            if before.rounds:
+                raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
+            if before.incomplete:
+                raise ConfigError(
+                    f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
+                )
             os.ftruncate(self._file.fileno(), 0)
         end_of(self.path).unlink(missing_ok=True)  # of an earlier ledger at the same path
         try:
-            self._write(chain.header(self._header), chain)
+            chain = Chain()
+            with self._refusing_errors():
+                self._append(chain.header(self._header), chain)
         except BaseException:
             if not self._file.closed:
                 self.path.unlink(missing_ok=True)
@@ -190,7 +180,8 @@ class LedgerWriter:
         chain = self._chain.copy()
         spec = self._specs.get(round_, chain.specs)
         described = b"" if round_ in self._specs else chain.spec(round_)
-        self._write(described + chain.round(spec), chain)
+        with self._refusing_errors():
+            self._append(described + chain.round(spec), chain)
         self._closed = False
         self._specs[round_] = spec
         self._counts[round_] += 1
@@ -202,10 +193,6 @@ class LedgerWriter:
             yield
         except OSError as error:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
-
-    def _write(self, lines: bytes, chain: Chain) -> None:
-        with self._refusing_errors():
-            self._append(lines, chain)
 
     def _append(self, lines: bytes, chain: Chain) -> None:
         """Appends lines, after which `chain` describes the file. If anything fails, none of them are appended."""
