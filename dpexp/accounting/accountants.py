@@ -60,10 +60,6 @@ class RdpAccountant(Rounds):
     def epsilon(self, delta: float) -> float:
         return best_order(self.moment, delta)[0]
 
-    def order(self, delta: float) -> float:
-        """The Rényi order that gives ε."""
-        return best_order(self.moment, delta)[1]
-
 
 class MomentsAccountant(Rounds):
     """The moments accountant of Abadi et al. 2016, theorem 2: δ = min_λ exp(α(λ) - λε) over integers λ <= 32."""

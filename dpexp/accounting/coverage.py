@@ -104,8 +104,6 @@ def check_covered(policy: str, adjacency: str, accountant: str | None = None) ->
         raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(map(yaml_name, CLAIMS))}.")
     if adjacency not in SENSITIVITY:
         raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
-    if accountant is not None:
-        check_names([accountant])
     if adjacency not in CLAIMS[policy]:
         raise ConfigError(
             f"adjacency={adjacency} cannot be claimed for sampling={yaml_name(policy)}: {_WHY[policy]}; "

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import rdp
 from scipy.optimize import brentq, minimize_scalar
+from scipy.stats import logser, nbinom
 
 from dpexp._accounting_compat import repeated_and_selected
 from dpexp.accounting.accountants import INTEGER_ORDERS, fixed_size_rdp
@@ -151,14 +152,8 @@ def draw_repetitions(mean: float, shape: float, random: np.random.Generator) -> 
     if mean == 1:
         return 1
     gamma = brentq(lambda g: _mean(g, shape) - mean, 1e-12, 1 - 1e-12)
-    u, k, total = random.random(), 1, 0.0
-    mass = -(1 - gamma) / math.log(gamma) if shape == 0 else (1 - gamma) * shape / math.expm1(-shape * math.log(gamma))
-    while True:
-        total += mass
-        if u < total or mass < 1e-300:
-            return k
-        mass *= (1 - gamma) * (k + shape) / (k + 1)
-        k += 1
+    law = logser(1 - gamma) if shape == 0 else nbinom(shape, gamma)  # given that it is not 0
+    return int(law.isf((1 - random.random()) * law.sf(0)))
 
 
 def _mean(gamma: float, shape: float) -> float:

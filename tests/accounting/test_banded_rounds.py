@@ -1,4 +1,4 @@
-"""Rounds with correlated noise: blocks of cyclic samples (`dpexp.accounting.releases.CyclicBlocks`)."""
+"""Rounds with correlated noise: blocks of cyclic samples (`dpexp.accounting.releases`)."""
 
 import math
 

@@ -12,7 +12,7 @@ from test_ledger_lines import HEADER, linked
 
 from dpexp.accounting import composition
 from dpexp.accounting.accountants import delta, epsilon, guarantee
-from dpexp.accounting.composition import GaussianMechanism, laplace_moments
+from dpexp.accounting.composition import GaussianMechanism, best_order, laplace_moments
 from dpexp.accounting.coverage import NAMES, accountants_for_noise
 from dpexp.accounting.dominating_pairs import LaplacePair, gaussian_above
 from dpexp.accounting.ledger import (
@@ -76,7 +76,7 @@ def test_laplace_gaussian_parts_and_training_compose_as_in_dp_accounting():
 
 
 def test_rdp_of_them_is_dp_accountings():
-    order = guarantee(EVERYTHING, "rdp").order(1e-5)
+    order = best_order(guarantee(EVERYTHING, "rdp").moment, 1e-5)[1]
     directly = composed(rdp.RdpAccountant([order])).get_epsilon(1e-5)
     assert epsilon(EVERYTHING, 1e-5, "rdp") == pytest.approx(directly, rel=1e-6)
     assert rho(EVERYTHING, 8.0) == pytest.approx(composed(rdp.RdpAccountant([8.0]))._rdp[0], rel=1e-9)

@@ -311,7 +311,7 @@ def test_values_have_independent_noise_and_their_share():
         ({"calibrate": "sampling_rate", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
         (
             {"noise": "gaussian", "sampling": "poisson", "partitions": 2},
-            "sampling.partitions=2 is an option of sampling=cyclic_poisson",
+            "sampling.partitions=2 is no option of sampling=poisson",
         ),
     ],
 )

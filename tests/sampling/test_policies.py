@@ -156,8 +156,8 @@ def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
     [
         ("poison", 0.1, 100, None, "known: poisson, truncated_poisson"),
         ("fixed_size", 0.123, 100, None, "expected_batch_size=12 is the nearest"),
-        ("truncated_poisson", 0.1, 100, None, "needs it"),
-        ("poisson", 0.1, 100, 20, "no other takes it"),
+        ("truncated_poisson", 0.1, 100, None, "max_batch_size=None must be an integer"),
+        ("poisson", 0.1, 100, 20, "max_batch_size=20 is no option of sampling=poisson"),
         ("truncated_poisson", 0.1, 100, 0, "at least 1"),
         ("full_batch", 0.5, 100, None, "must be 1"),
     ],

@@ -162,7 +162,7 @@ class SumQueryEvent:
 
     @property
     def squared_ratio(self) -> float:
-        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z (see `dpexp.accounting.releases.CyclicBlocks`)."""
+        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z (see `dpexp.accounting.releases`)."""
         return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
@@ -121,13 +121,14 @@ class LedgerWriter:
                 f"ledger={self.path} has lost lines ({before.ledger.lost}); replace it with a complete copy, such as "
                 "its run's artifact in MLflow."
             )
-        found, planned = before.header.get("sampling"), self._header.get("sampling")
-        if before.ledger.adjacency != self._adjacency or (planned and found != planned):
-            self._refuse_plan(
-                f"for adjacency {before.ledger.adjacency} and sampling {found}", f"{self._adjacency} and {planned}"
+        planned = self._header.get("sampling")
+        found = before.header.get("sampling") if planned else planned
+        begun = before.ledger.adjacency, found, before.ledger.record
+        if begun != (self._adjacency, planned, self._record):
+            raise ConfigError(
+                f"ledger={self.path} was begun for {_described(*begun)}, but the run that would continue it plans "
+                f"{_described(self._adjacency, planned, self._record)}."
             )
-        if before.ledger.record != self._record:
-            self._refuse_plan(f"with privacy_unit={before.ledger.record or 'example'}", str(self._record or "example"))
         if self._not_private_reason is not None and before.ledger.not_private_reason is None:
             raise ConfigError(
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
@@ -144,9 +145,6 @@ class LedgerWriter:
         self._chain, self._closed = before.chain, not before.ledger.incomplete
         self._not_private_reason = before.ledger.not_private_reason
         os.ftruncate(self._file.fileno(), self._chain.size)
-
-    def _refuse_plan(self, begun: str, planned: str) -> NoReturn:
-        raise ConfigError(f"ledger={self.path} was begun {begun}, but the run that would continue it plans {planned}.")
 
     @property
     def ledger(self) -> Ledger:
@@ -295,6 +293,10 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
 def _times(found: os.stat_result) -> tuple[int, int]:
     """A file's modification and change times. Setting back the first changes the second."""
     return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _described(adjacency: str, sampling: object, record: Mapping[str, Any] | None) -> str:
+    return f"adjacency={adjacency}, sampling {sampling} and privacy_unit={record or 'example'}"
 
 
 def _header(adjacency: str, record: Mapping[str, Any] | None, planned: Iterable[SamplingEvent]) -> dict[str, object]:
