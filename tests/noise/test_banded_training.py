@@ -4,19 +4,15 @@ import itertools
 import math
 from collections import Counter
 
-import dp_accounting
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from dp_accounting import NeighboringRelation
-from dp_accounting.pld import PLDAccountant
 from plans import plan_of
 from scipy.stats import chi2
 from test_accountants import exact_gaussian
 from test_callback import Data, Model, plan_for, trainer
 from test_correlated import toeplitz
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
@@ -127,15 +123,6 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
 # What it costs
 
 
-def test_epsilon_is_that_of_fewer_poisson_rounds():
-    """By dp-accounting directly."""
-    plan = plan_of(Model(), n=50_000, q=0.01, steps=1001, noise_multiplier=1.2, **CHOICES)
-    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-    accountant.compose(dp_accounting.PoissonSampledDpEvent(0.03, dp_accounting.GaussianDpEvent(1.2)), 334)
-    expected = accountant.get_epsilon(1e-5)
-    assert expected * 0.9995 <= dpexp.epsilon(plan.ledger(), 1e-5) <= expected * 1.003
-
-
 def test_a_small_case_in_closed_form():
     """Three rounds, two bands, one number, whole parts: a record of part 0 adds v to rounds 0 and 2, and what tells it
     is N(μ, Σ) from N(0, Σ) with Σ = σ̃² C⁻¹C⁻ᵀ, which is Gaussian DP with √(μᵀΣ⁻¹μ)."""
@@ -198,9 +185,7 @@ def test_a_resumes_noise_and_parts_are_its_own(tmp_path):
 
 
 def test_a_checkpoint_holds_no_past_noise(tmp_path):
-    """None of its tensors is as large as what is remembered, but for the weights and their momentum, and none is y."""
-    noises = []
-    module = Still()
+    module, noises = Still(), []
     plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
     privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=1)
 
@@ -212,15 +197,8 @@ def test_a_checkpoint_holds_no_past_noise(tmp_path):
     run.fit(module, Nobody())
     run.save_checkpoint(tmp_path / "five.ckpt")
     assert len(noises) == 2 * 2 and all(y.std() > 0.5 for y in noises)
-    leaves = tree_leaves(torch.load(tmp_path / "five.ckpt", weights_only=False))
-    tensors = [leaf.flatten().double() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    assert sum(len(t) for t in tensors) == 2 * 15000, "weights and momentum"
-    for tensor in tensors:
-        for y in noises:
-            if len(tensor) == len(y):
-                assert not torch.equal(tensor, y)
-    bytes_ = (tmp_path / "five.ckpt").read_bytes()
-    assert not any(y[:4].numpy().tobytes() in bytes_ for y in noises)
+    saved = (tmp_path / "five.ckpt").read_bytes()
+    assert not any(y[:4].to(dtype).numpy().tobytes() in saved for y in noises for dtype in (y.dtype, torch.float32))
     assert privacy._engine is None, "nor does the callback remember it"
 
 

@@ -67,6 +67,8 @@ def test_a_policy_is_chosen_by_its_dotted_name():
         (dpexp.Noise, {"kind": "banded", "coefficients": "cubic"}, r"noise\.coefficients=cubic .* optimal, sqrt"),
         (dpexp.Noise, {"kind": "banded", "momentum": 1.0}, r"noise\.momentum=1\.0 must lie in \[0, 1\)"),
         (dpexp.Schedules, {"S": {"cosine": 1}}, r"schedule\.S=.* is not understood"),
+        (dpexp.Schedules, {"S": {"linear": [1, "a"]}}, "=a must be a finite number"),
+        (dpexp.Schedules, {"S": {"step": {3: 1.0}}}, "from round 0"),
         (dpexp.Schedules, {"z": [1.0, 0.0]}, r"schedule\.z=0\.0 must be"),
         (dpexp.Clipping, {"vectors": "neuron"}, "vectors=neuron is unknown; choose one of layer, parameter"),
         (dpexp.Clipping, {"clip_rule": max}, "clip_rule=.* is no clip rule"),
