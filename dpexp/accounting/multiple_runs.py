@@ -30,7 +30,7 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, positive
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ def budget(config: Any) -> Budget:
             f"privacy.budget={config} is not understood; give '{{epsilon: 8, delta: 1e-5}}', and optionally an order."
         )
     for key, value in config.items():
-        if not (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0):
-            raise ConfigError(f"privacy.budget.{key}={value} must be a finite number above 0.")
+        positive(f"privacy.budget.{key}", value)
     epsilon, delta = float(config["epsilon"]), float(config["delta"])
     if delta >= 1:
         raise ConfigError(f"privacy.budget.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")

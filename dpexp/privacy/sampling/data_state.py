@@ -37,7 +37,8 @@ class StateTest(RecordFetcher):
             if _differ([item for item, _ in times]):
                 found.append(f"the data set {type(source).__name__}")
             elif _differ([batch for item, batch in times if not isinstance(item, FailedRecord)]):
-                found.append(_name(self._collate))
+                name = getattr(self._collate, "__name__", type(self._collate).__name__)
+                found.append(f"the collate_fn {name}")
         return found
 
     def _values(self, drawn: list[Any]) -> list[tuple[Any, Any]]:
@@ -62,10 +63,6 @@ def _bits(value: Any) -> Any:
 def _differ(values: list[Any]) -> bool:
     known = [value for value in values if not isinstance(value, FailedRecord)]
     return any(value != known[0] for value in known)
-
-
-def _name(collate: Any) -> str:
-    return f"the collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
 
 
 def refuse_state(loader: Any, units: Units | None) -> None:
