@@ -117,7 +117,7 @@ def directly(z, q, rounds):
     return one.self_compose(rounds).get_delta_for_epsilon
 
 
-@pytest.mark.parametrize("z, q, rounds", [(4.753, 0.3563, 113), (1.0, 0.02, 500)])
+@pytest.mark.parametrize("z, q, rounds", [(4.753, 0.3563, 113)])
 def test_mu_by_its_definition(z, q, rounds):
     """By solving for it at each ε, of dp-accounting's δ."""
     found = risk(ledger(z, q, rounds))

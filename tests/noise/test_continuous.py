@@ -131,18 +131,3 @@ def test_the_tails_have_their_right_mass():
             low, high = (middle, high) if radius(middle) > r else (low, middle)
         assert high / 2**63 == pytest.approx(math.exp(-(r**2) / 2), rel=1e-4), r
     assert 9.3 < radius(0) < math.inf and 0 <= radius(2**63 - 1) < 1e-7
-
-
-class OneWord(KeyStream):
-    """A stream that always gives the same word."""
-
-    def __init__(self, word):
-        super().__init__()
-        self.word = word
-
-    def fill(self, out, nonce, first=0):
-        out.fill_(self.word)
-
-
-def test_float32_receives_what_lies_beyond_its_own_uniforms():
-    assert normals(4, OneWord(0), dtype=torch.float32)[0] > 9, "2^-64, of which float32 has no like"

@@ -153,6 +153,20 @@ def jittered(items):
     return x + torch.randn_like(x) * np.random.rand(), y
 
 
+def first(items):
+    return {**items[0], "x": items[0]["x"][None]}
+
+
+class Odd:
+    """Equal to none other, not even to itself."""
+
+    __eq__ = __hash__ = None
+
+
+ODD_ITEMS = [
+    {"x": x, "none": None, "set": {"a", str(y)}, ("a", 1): [np.float32(2), 3, -0.0], "odd": Odd(), "raw": x.numpy()}
+    for x, y in rows(6)
+]
 HONEST = {
     "a cache": (Kept(cached), None),
     "random augmentation": (Kept(augmented), None),
@@ -163,6 +177,7 @@ HONEST = {
     "padding": (Items(sequences(6)), padded),
     "a random collate_fn": (Items(rows(6)), jittered),
     "half of a data set": (Subset(Kept(cached), range(3)), None),
+    "values of every kind": (Items(ODD_ITEMS), first),
 }
 
 
@@ -170,34 +185,6 @@ HONEST = {
 def test_honest_data_pass(what, workers):
     data, collate = HONEST[what]
     refuse_state(DataLoader(data, 2, collate_fn=collate, num_workers=workers), None)
-
-
-class Odd:
-    """Equal to none other, not even to itself."""
-
-    __eq__ = __hash__ = None
-
-
-class Described(Model):
-    def training_step(self, batch, batch_idx):
-        return super().training_step((batch["x"], batch["y"]), batch_idx)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_items_of_every_kind_train(tmp_path, workers):
-    items = [
-        {"x": x, "y": y, "name": f"record {k}", "none": None, "set": {"a", str(k)}, ("a", 1): [np.float32(k), k, -0.0],
-         "odd": Odd() if workers == 0 else k, "all": {"raw": x.numpy(), "text": b"b"}}
-        for k, (x, y) in enumerate(rows(6))
-    ]  # fmt: skip
-
-    loader = DataLoader(Items(items), 2, collate_fn=first, num_workers=workers)
-    released, _ = trained(tmp_path, Described(), loader, steps=2)
-    assert len(released) == 2 and torch.allclose(released[0], sum_of_clipped(Model(), rows(6)), atol=1e-6)
-
-
-def first(items):
-    return {**items[0], "x": items[0]["x"][None], "y": items[0]["y"][None]}
 
 
 @pytest.mark.parametrize(
