@@ -60,10 +60,6 @@ class RdpAccountant(Rounds):
     def epsilon(self, delta: float) -> float:
         return best_order(self.moment, delta)[0]
 
-    def order(self, delta: float) -> float:
-        """The Rényi order that gives ε."""
-        return best_order(self.moment, delta)[1]
-
 
 class MomentsAccountant(Rounds):
     """The moments accountant of Abadi et al. 2016, theorem 2: δ = min_λ exp(α(λ) - λε) over integers λ <= 32."""
@@ -73,11 +69,7 @@ class MomentsAccountant(Rounds):
         return {k: self.moment(1.0 + k) for k in MOMENTS}
 
     def epsilon(self, delta: float) -> float:
-        return self.best(delta)[0]
-
-    def best(self, delta: float) -> tuple[float, int]:
-        """ε and the λ that gives it."""
-        return min(((moment - math.log(delta)) / k, k) for k, moment in self._moments.items())
+        return min((moment - math.log(delta)) / k for k, moment in self._moments.items())
 
 
 class FixedSizeRdpAccountant:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dpexp.accounting.coverage import NAMES, is_bound
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
@@ -76,9 +77,11 @@ def solve(
         lowest: the smallest value allowed, if larger than that of CALIBRATABLE.
 
     Raises:
-        ConfigError: the target is invalid, or no value reaches it; says the best cost.
+        ConfigError: the accountant is an approximation, or no value reaches the target; says the best cost.
     """
-    target.check(accountant)
+    if not is_bound(accountant):
+        others = ", ".join(filter(is_bound, NAMES))
+        raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
     limits = CALIBRATABLE[knob]
     low, high = math.log(max(limits.lowest, lowest or 0)), math.log(limits.highest)
     cheap, costly = (low, high) if limits.epsilon_rises else (high, low)

@@ -104,8 +104,6 @@ def check_covered(policy: str, adjacency: str, accountant: str | None = None) ->
         raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(map(yaml_name, CLAIMS))}.")
     if adjacency not in SENSITIVITY:
         raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
-    if accountant is not None:
-        check_names([accountant])
     if adjacency not in CLAIMS[policy]:
         raise ConfigError(
             f"adjacency={adjacency} cannot be claimed for sampling={yaml_name(policy)}: {_WHY[policy]}; "
@@ -146,13 +144,6 @@ def check_tpr(rates: Mapping[float, float]) -> None:
                 f"{key}={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "
                 "{0.01: 0.05}: guessing has a TPR equal to its FPR."
             )
-
-
-def check_bound(target: str, accountant: str) -> None:
-    """Refuses to calibrate to a target by an accountant that is an approximation."""
-    if not is_bound(accountant):
-        others = ", ".join(filter(is_bound, NAMES))
-        raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
 
 
 def check_names(accountants: list[str]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import rdp
 from scipy.optimize import brentq, minimize_scalar
+from scipy.stats import logser, nbinom
 
 from dpexp._accounting_compat import repeated_and_selected
 from dpexp.accounting.accountants import INTEGER_ORDERS, fixed_size_rdp
@@ -29,7 +30,7 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, positive
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def budget(config: Any) -> Budget:
             f"privacy.budget={config} is not understood; give '{{epsilon: 8, delta: 1e-5}}', and optionally an order."
         )
     for key, value in config.items():
-        if not (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0):
-            raise ConfigError(f"privacy.budget.{key}={value} must be a finite number above 0.")
+        positive(f"privacy.budget.{key}", value)
     epsilon, delta = float(config["epsilon"]), float(config["delta"])
     if delta >= 1:
         raise ConfigError(f"privacy.budget.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
@@ -151,14 +151,8 @@ def draw_repetitions(mean: float, shape: float, random: np.random.Generator) -> 
     if mean == 1:
         return 1
     gamma = brentq(lambda g: _mean(g, shape) - mean, 1e-12, 1 - 1e-12)
-    u, k, total = random.random(), 1, 0.0
-    mass = -(1 - gamma) / math.log(gamma) if shape == 0 else (1 - gamma) * shape / math.expm1(-shape * math.log(gamma))
-    while True:
-        total += mass
-        if u < total or mass < 1e-300:
-            return k
-        mass *= (1 - gamma) * (k + shape) / (k + 1)
-        k += 1
+    law = logser(1 - gamma) if shape == 0 else nbinom(shape, gamma)  # given that it is not 0
+    return int(law.isf((1 - random.random()) * law.sf(0)))
 
 
 def _mean(gamma: float, shape: float) -> float:

@@ -41,7 +41,7 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     """The ledger's distinct releases with their counts.
 
     In `shuffle`, each record is in one batch of an epoch, and the batch is not counted as random: an epoch costs as
-    much as its most expensive round. For `cyclic_poisson` see `CyclicBlocks`.
+    much as its most expensive round. For `cyclic_poisson` see `_participations`.
 
     Raises:
         ConfigError: no accountant, or not this one, is stated for the ledger; the batches of an epoch have more than
@@ -50,7 +50,7 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     counts: dict[Release, int] = defaultdict(int)
     epochs: dict[int, float] = {}
     drawn: dict[int, float] = defaultdict(float)
-    blocks = CyclicBlocks()
+    blocks: dict[int, list[tuple[Round, float, int]]] = defaultdict(list)
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
         check_covered(sampling.policy, ledger.adjacency, accountant)
@@ -66,7 +66,8 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
             case "poisson" | "all":
                 counts[_poisson(z, sampling.q, ledger.adjacency)] += count
             case "cyclic_poisson":
-                blocks.add(round_, z, count)
+                assert sampling.block is not None
+                blocks[sampling.block].append((round_, z, count))
             case "shuffle":
                 assert sampling.epoch is not None
                 epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
@@ -87,46 +88,38 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
                 raise AssertionError(f"{policy} is covered, but makes no release")
     for z in epochs.values():
         counts[Release(z)] += 1
-    for z, rate, count in blocks.participations():
-        counts[_poisson(z, rate, ledger.adjacency)] += count
+    for rounds in blocks.values():
+        for z, rate, count in _participations(rounds):
+            counts[_poisson(z, rate, ledger.adjacency)] += count
     return _merged(counts)
 
 
-class CyclicBlocks:
-    """The rounds of each block of `cyclic_poisson`, whose noise may be correlated (banded matrix factorization).
+def _participations(rounds: list[tuple[Round, float, int]]) -> Iterator[tuple[float, float, int]]:
+    """(z, rate, count) of the worst-case rounds in which a record can be, of a block of `cyclic_poisson`, given as
+    (round, z, count). Their noise may be correlated (banded matrix factorization).
 
     With b partitions and at most b bands c, a block of N rounds costs no more than ⌈N/b⌉ rounds of Poisson sampling at
     rate qb with independent noise and z = σ̃/(S‖c‖) ([proof](../mathematics.md#correlated-noise), after Choquette-Choo
     et al. 2023, arXiv 2306.08153). A resumed job does not know the earlier noise: it begins a new block.
     """
+    sampling = rounds[0][0].sampling
+    if len({_signature(round_) for round_, _, _ in rounds}) > 1:
+        raise ConfigError(
+            f"the ledger's rounds of block {sampling.block} have different rates, numbers of partitions or bands, so "
+            "they cannot have been of one block, as which they are accounted."
+        )
+    left = math.ceil(sum(count for _, _, count in rounds) / sampling.parts)  # type: ignore[operator]
+    for z, count in sorted((z, count) for _, z, count in rounds):
+        yield z, sampling.rate, min(count, left)
+        left -= min(count, left)
+        if not left:
+            break
 
-    def __init__(self) -> None:
-        self._signatures: dict[int, tuple[Any, ...]] = {}
-        self._rounds: dict[int, list[tuple[float, int]]] = defaultdict(list)
 
-    def add(self, round_: Round, z: float, count: int) -> None:
-        """Adds `count` equal rounds; all rounds of a block must have the same rate, partitions and bands."""
-        sampling = round_.sampling
-        assert sampling.block is not None
-        banded = [query for query in round_.queries if isinstance(query, SumQueryEvent) and query.bands is not None]
-        signature = sampling.rate, sampling.parts, sorted((query.group, query.bands) for query in banded)
-        if self._signatures.setdefault(sampling.block, signature) != signature:
-            raise ConfigError(
-                f"the ledger's rounds of block {sampling.block} have different rates, numbers of partitions or bands, "
-                "so they cannot have been of one block, as which they are accounted."
-            )
-        self._rounds[sampling.block].append((z, count))
-
-    def participations(self) -> Iterator[tuple[float, float, int]]:
-        """(z, rate, count) of the worst-case rounds in which a record can be: one in `parts` rounds of each block."""
-        for block, rounds in self._rounds.items():
-            rate, parts, _ = self._signatures[block]
-            left = math.ceil(sum(count for _, count in rounds) / parts)
-            for z, count in sorted(rounds):
-                yield z, rate, min(count, left)
-                left -= min(count, left)
-                if not left:
-                    break
+def _signature(round_: Round) -> tuple[Any, ...]:
+    """What all rounds of a block have in common."""
+    bands = {q.group: q.bands for q in round_.queries if isinstance(q, SumQueryEvent) and q.bands is not None}
+    return round_.sampling.rate, round_.sampling.parts, tuple(sorted(bands.items()))
 
 
 def _check_bands(round_: Round) -> None:
@@ -162,18 +155,6 @@ def applicable_accountants(ledger: Ledger) -> list[str]:
     allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
     allowed += [accountants_for_noise(query.noise) for round_ in ledger.rounds for query in round_.queries]
     return [name for name in allowed[0] if all(name in others for others in allowed)]
-
-
-def unamplified(ledger: Ledger) -> str | None:
-    """A message on rounds with sampling whose noise is too small for amplification, if any."""
-    found = {r: count for r, count in releases(ledger).items() if r.q < 1 and r.z < MIN_AMPLIFIED_Z}
-    if not found:
-        return None
-    return (
-        f"ε does not count on sampling in {sum(found.values())} rounds, whose z is as low as "
-        f"{min(release.z for release in found):.3g}: below {MIN_AMPLIFIED_Z:g} sampling amplifies next to nothing, and "
-        "is ignored."
-    )
 
 
 def _poisson(z: float, q: float, adjacency: str) -> Release:

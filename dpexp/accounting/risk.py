@@ -22,12 +22,10 @@ from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.accountants import Guarantee, epsilon, estimate, guarantee
 from dpexp.accounting.composition import Array, GaussianMechanism
-from dpexp.accounting.coverage import check_advantage, check_bound, check_delta, check_tpr
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
-from dpexp.errors import ConfigError
 
 FALSE_POSITIVES = (0.001, 0.01)
 POINTS = 200
@@ -237,9 +235,8 @@ def _parametrization(privacy: Guarantee) -> tuple[Callable[[float], tuple[float,
 class Epsilon:
     """ε at δ.
 
-    Each target has a text, its configuration; the name and `limit` of its cost; `check`, which refuses an invalid
-    target or an accountant without a bound for it; the `cost` of a ledger, and a cost as `figures` to show; and the μ
-    of Gaussian DP whose cost is the limit.
+    Each target has a text, its configuration; the name and `limit` of its cost; the `cost` of a ledger, and a cost as
+    `figures` to show; and the μ of Gaussian DP whose cost is the limit. `plan.options.Target` checks its values.
     """
 
     limit: float
@@ -248,11 +245,6 @@ class Epsilon:
 
     def __str__(self) -> str:
         return f"privacy.epsilon={up(self.limit, 6)} at privacy.delta={up(self.delta, 6)}"
-
-    def check(self, accountant: str) -> None:
-        check_delta(self.delta)
-        if not (math.isfinite(self.limit) and self.limit > 0):
-            raise ConfigError(f"privacy.epsilon={self.limit} must be a finite number above 0.")
 
     def cost(self, ledger: Ledger, accountant: str) -> float:
         return epsilon(ledger, self.delta, accountant)
@@ -282,10 +274,6 @@ class MaxAdvantage:
     def __str__(self) -> str:
         return f"privacy.max_advantage={self.limit:g}"
 
-    def check(self, accountant: str) -> None:
-        check_advantage(self.limit)
-        check_bound(str(self), accountant)
-
     def cost(self, ledger: Ledger, accountant: str) -> float:
         return largest_advantage(ledger, accountant)
 
@@ -307,10 +295,6 @@ class MaxTpr:
 
     def __str__(self) -> str:
         return f"privacy.max_tpr_at_fpr={{{', '.join(f'{fpr:g}: {tpr:g}' for fpr, tpr in self.rates.items())}}}"
-
-    def check(self, accountant: str) -> None:
-        check_tpr(self.rates)
-        check_bound(str(self), accountant)
 
     def cost(self, ledger: Ledger, accountant: str) -> float:
         return max((largest_tpr(ledger, fpr, accountant) - fpr) / (tpr - fpr) for fpr, tpr in self.rates.items())

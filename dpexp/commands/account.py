@@ -15,7 +15,7 @@ from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import check_delta, check_names, is_bound
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon
-from dpexp.accounting.releases import applicable_accountants, unamplified
+from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
 from dpexp.commands.command_line import is_option, read_options
@@ -133,8 +133,6 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
         at_epsilon = [up(delta(ledger, e, name), 4)] if e is not None else []
         table.add_row(name, up(cost, 6), *at_epsilon, "an approximation, no bound" if not is_bound(name) else "")
     console.print(table)
-    if (without := unamplified(ledger)) is not None:
-        console.print(without)
 
 
 @dataclass

@@ -61,12 +61,6 @@ def dry_run(
         raise failure
     if rounds.of_examples:
         _check_loss_of_a_batch(step, chunk, module, device, seen.weighed)
-        if (collate := rounds.mixing()) is not None:
-            warnings.warn(
-                f"data: {collate} changes a record depending on others, as MixUp, CutMix and batch statistics do; here "
-                "each record is collated by itself. Augment each record by itself (dpexp.views), and set statistics as "
-                "public constants."
-            )
     if step.mode == TRACED:
         _measure_duration(step, chunk, module, device)
     if constants := step.constants:

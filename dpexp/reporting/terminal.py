@@ -18,7 +18,6 @@ from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
-from dpexp.accounting.releases import unamplified
 from dpexp.accounting.rounding import down, up
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import max_noise_std
@@ -66,7 +65,7 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     for event in plan.preprocessing:
         _print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}")
     console.print(plan_table(plan))
-    for text in filter(None, (unamplified(plan.ledger()), *notes)):
+    for text in notes:
         _print(text)
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(

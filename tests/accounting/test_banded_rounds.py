@@ -1,4 +1,4 @@
-"""Rounds with correlated noise: blocks of cyclic samples (`dpexp.accounting.releases.CyclicBlocks`)."""
+"""Rounds with correlated noise: blocks of cyclic samples (`dpexp.accounting.releases`)."""
 
 import math
 
@@ -49,15 +49,22 @@ def test_the_column_norm_is_the_ledgers():
     assert release.z == pytest.approx(1 / math.sqrt(1 + 0.5**2 + 0.375**2 + 0.3125**2)) and count == 10
 
 
-def test_blocks_are_rounded_up_each():
-    """A resume begins another."""
-    run = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
-    assert releases(run) == {Release(1.0, 0.2): 3}
-
-
-def test_of_rounds_that_differ_a_record_may_be_in_the_costliest():
-    run = Ledger("add_remove", {round_(1.0): 2, round_(3.0): 4, round_(2.0): 6})
-    assert releases(run) == {Release(1.0, 0.2): 2, Release(2.0, 0.2): 1}
+@pytest.mark.parametrize(
+    "rounds, adjacency, found",
+    [
+        # each block is rounded up: a resume begins another
+        ({round_(block=0): 5, round_(block=5): 3}, "add_remove", {Release(1.0, 0.2): 3}),
+        # of rounds that differ, a record may be in the costliest
+        (
+            {round_(1.0): 2, round_(3.0): 4, round_(2.0): 6}, "add_remove",
+            {Release(1.0, 0.2): 2, Release(2.0, 0.2): 1},
+        ),
+        ({round_(): 8}, "replace_one", {Release(0.5, 0.2, "poisson_replaced"): 2}),
+        ({round_(): 8}, "replace_null", {Release(1, 0.2): 2}),
+    ],
+)  # fmt: skip
+def test_what_blocks_cost(rounds, adjacency, found):
+    assert releases(Ledger(adjacency, rounds), "pld") == found
 
 
 def test_independent_noise_beside_counts_with_its_own_norm():
@@ -67,13 +74,6 @@ def test_independent_noise_beside_counts_with_its_own_norm():
     run = Ledger("add_remove", {Round(event, both): 4, Round(event, both[:1]): 4})
     ((release, count),) = releases(run).items()
     assert release.z == pytest.approx((1 / 4 + 9 / 16) ** -0.5) and count == 2
-
-
-@pytest.mark.parametrize(
-    "adjacency, policy, z", [("replace_one", "poisson_replaced", 0.5), ("replace_null", "poisson", 1)]
-)
-def test_adjacencies(adjacency, policy, z):
-    assert releases(Ledger(adjacency, {round_(): 8}), "pld") == {Release(z, 0.2, policy): 2}
 
 
 def test_runs_on_the_same_data_share_no_block():
@@ -110,3 +110,14 @@ def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
     for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6)), round_(parts=5, c=(1.0,)), round_(q=0.06)):
         with pytest.raises(ConfigError, match="block 0 have different rates, numbers of partitions or bands"):
             epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
+
+
+def test_blocks_are_rounded_up_each():
+    """A resume begins another."""
+    run = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
+    assert releases(run) == {Release(1.0, 0.2): 3}
+
+
+def test_of_rounds_that_differ_a_record_may_be_in_the_costliest():
+    run = Ledger("add_remove", {round_(1.0): 2, round_(3.0): 4, round_(2.0): 6})
+    assert releases(run) == {Release(1.0, 0.2): 2, Release(2.0, 0.2): 1}

@@ -1,6 +1,5 @@
 """The solved knob spends the target and no more."""
 
-import math
 from functools import partial
 
 import numpy as np
@@ -12,21 +11,6 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
-
-
-def test_random_targets_by_each_accountant():
-    """Trap 7: a search that returns more ε than was asked for. Every trace is that of the search."""
-    random = np.random.default_rng(0)
-    for _ in range(6):
-        q, rounds = 10 ** random.uniform(-3, -0.3), int(10 ** random.uniform(0, 4))
-        target, delta = 10 ** random.uniform(-1, 1.5), 10 ** random.uniform(-8, -4)
-        for accountant in ("pld", "rdp"):
-            at = partial(ledger, q=q, rounds=rounds)
-            solved = solve("noise_multiplier", at, Epsilon(target, delta), accountant, start=1.0)
-            cost = epsilon(ledger(solved.value, q, rounds), delta, accountant)
-            assert target * (1 - 1e-3) <= cost <= target, (q, rounds, target, delta, accountant)
-            assert (solved.value, solved.cost) in solved.trace and solved.cost == cost
-
 
 CALIBRATABLE = {
     "noise_multiplier": lambda z: ledger(z, 0.01, 1000),
@@ -43,6 +27,7 @@ def test_every_knob(knob, target):
     start = 0.02 if knob.startswith("sampling_rate") else 1.0
     solved = solve(knob, CALIBRATABLE[knob], Epsilon(target, 1e-5), start=start)
     assert target * (1 - 1e-3) <= epsilon(CALIBRATABLE[knob](solved.value), 1e-5) <= target
+    assert (solved.value, solved.cost) in solved.trace
     if knob == "noise_multiplier":
         accountant = pld.PLDAccountant(value_discretization_interval=1e-5 * max(2, target))
         cost = directly(solved.value, 0.01, 1000, 1e-5, accountant)
@@ -77,7 +62,6 @@ def test_q_comes_from_above_where_epsilon_is_not_monotone():
         ("noise_multiplier", lambda z: ledger(z, 1.0, 1000), 1e-9, "cannot be reached.*ε=.*noise_multiplier=1\\.049e"),
         ("sampling_rate", lambda q: ledger(0.5 * q, q, 1000), 1.0, "the best is ε=.*at sampling_rate=1;"),
         ("steps", lambda steps: ledger(0.3, 0.5, int(steps)), 1.0, "the best is ε=.*at steps=1;"),
-        ("steps", lambda steps: ledger(1.0, 0.1, int(steps)), math.nan, r"privacy\.epsilon=nan"),
     ],
 )
 def test_an_unreachable_target_says_what_is_reachable(knob, at, target, message):
@@ -93,3 +77,17 @@ def test_an_affordable_end_of_the_range_is_taken():
     assert solved.value == pytest.approx(1e-3)
     solved = solve("sampling_rate_at_fixed_noise", lambda q: ledger(1000.0, q, 10), Epsilon(5.0, 1e-5), start=0.01)
     assert solved.value == 1.0
+
+
+def test_random_targets_by_each_accountant():
+    """Trap 7: a search that returns more ε than was asked for. Every trace is that of the search."""
+    random = np.random.default_rng(0)
+    for _ in range(6):
+        q, rounds = 10 ** random.uniform(-3, -0.3), int(10 ** random.uniform(0, 4))
+        target, delta = 10 ** random.uniform(-1, 1.5), 10 ** random.uniform(-8, -4)
+        for accountant in ("pld", "rdp"):
+            at = partial(ledger, q=q, rounds=rounds)
+            solved = solve("noise_multiplier", at, Epsilon(target, delta), accountant, start=1.0)
+            cost = epsilon(ledger(solved.value, q, rounds), delta, accountant)
+            assert target * (1 - 1e-3) <= cost <= target, (q, rounds, target, delta, accountant)
+            assert (solved.value, solved.cost) in solved.trace and solved.cost == cost

@@ -1,4 +1,4 @@
-"""What each accountant is stated for, and that it refuses everything else; what ε does not count on is said."""
+"""What each accountant is stated for, and that it refuses everything else."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,8 @@ from test_accountants import ledger
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import NAMES, Coverage, adjacencies, check_covered, coverage, is_bound
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent, write_ledger
-from dpexp.accounting.releases import releases, unamplified
-from dpexp.commands.account import account
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
 
 
@@ -50,18 +49,6 @@ def test_an_unknown_accountant_is_refused(name):
                 lambda: check_covered("poisson", "add_remove", name)):  # fmt: skip
         with pytest.raises(ConfigError, match=f"accountant={name} is unknown; known: pld, "):
             ask()
-
-
-@pytest.mark.parametrize("z, said", [(0.019, "in 9 rounds, whose z is as low as 0.019: below 0.02"), (0.021, None)])
-def test_sampling_without_amplification_is_reported(z, said, tmp_path, capsys):
-    run = ledger(z, 0.5, 9)
-    assert (unamplified(run) is None) == (said is None)
-    write_ledger(tmp_path / "ledger.jsonl", run)
-    account([str(tmp_path / "ledger.jsonl"), "delta=1e-5"])
-    assert (said in capsys.readouterr().out) if said else ("does not count on sampling" not in capsys.readouterr().out)
-    assert unamplified(ledger(z, 1.0, 9)) is None
-    if said:  # and it is so
-        assert epsilon(run, 1e-5) == epsilon(ledger(z, 1.0, 9), 1e-5)
 
 
 class Concentrated:

@@ -14,7 +14,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 from test_accountants import exact_gaussian, of
 
-from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair
 
 SIZES = list(itertools.product((0.3, 6.0), (0.01, 0.95)))
@@ -121,32 +121,6 @@ def test_a_sample_of_fixed_size_has_the_profile_of_balle_et_al(z, q):
         assert exact - 1e-13 <= found(e) <= exact * (1 + 1e-3) + 1e-6
         below = -math.expm1(-e) + math.exp(-e) * exact
         assert below - 1e-13 <= found(-e) <= below + 1e-5
-
-
-@pytest.mark.parametrize("z, q, rounds", [(4.0, 0.9, 6)])
-def test_fixed_size_by_slow_convolution(z, q, rounds):
-    """The losses of the profile's pair on x itself, rounded up and rounded down, convolved one by one."""
-    h, sigma = 5e-3, z / 2  # z is relative to S, the sensitivity is 2S
-    x = np.linspace(0.5, 0.5 + 9 * sigma, 400_001)
-    loss = np.log1p(q * np.expm1((2 * x[:-1] - 1 + (x[1] - x[0])) / (2 * sigma**2)))
-    unsampled, sampled = -np.diff(norm.sf(x / sigma)), -np.diff(norm.sf((x - 1) / sigma))
-    above, below = (1 - q) * unsampled + q * sampled, unsampled
-    at_zero = 1 - above.sum() - below.sum()
-
-    def composed(rounding):
-        cells = np.concatenate([rounding(loss / h), rounding(-loss / h), [0]]).astype(int)
-        mass = np.bincount(cells - cells.min(), np.concatenate([above, below, [at_zero]]))
-        total = mass
-        for _ in range(rounds - 1):
-            total = np.convolve(total, mass)
-        return lambda e: float(
-            total @ np.maximum(-np.expm1(np.minimum(e - h * (rounds * cells.min() + np.arange(len(total))), 0)), 0)
-        )
-
-    run = of("fixed_size", "replace_one", z=z, q=q, rounds=rounds)
-    upper, lower = composed(np.ceil), composed(np.floor)
-    for e in (0.05, 0.5, 1.5):
-        assert lower(e) * (1 - 1e-4) <= delta(run, e) <= upper(e) * (1 + 1e-4)
 
 
 # Truncated samples

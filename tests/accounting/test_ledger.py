@@ -1,6 +1,5 @@
 """Ledgers as they are written, read, resumed and concatenated."""
 
-import json
 import math
 
 import pytest
@@ -116,24 +115,13 @@ def test_equation_1_reduces_a_round_to_one_query():
     assert round_.noise_multiplier == pytest.approx((0.25 + 1) ** -0.5, rel=1e-15)
 
 
-def without_links(path):
-    """Lines without links and digests, which depend on the run's random number."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in ("link", "sha256")}
-        if isinstance(line, dict) else line[:2]
-        for line in lines
-    ]  # fmt: skip
-
-
 def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):
     writer = LedgerWriter(tmp_path / "run.jsonl", planned=[SAMPLING])
     for queries in (ALL, ALL, ALL, OTHER):
         one_round(writer, *queries)
     writer.close()
     write_ledger(tmp_path / "plan.jsonl", writer.ledger)
-    (planned, *rest), (happened, *others) = (without_links(tmp_path / f"{name}.jsonl") for name in ("plan", "run"))
-    assert len(int(happened.pop("run"), 16).to_bytes(16)) == 16 and planned == happened and rest == others
+    assert read_ledger(tmp_path / "plan.jsonl") == read_ledger(tmp_path / "run.jsonl")
     mixed = {Round(SAMPLING, ALL): 2, Round(SamplingEvent("shuffle", 0.5, 10, epoch=0), ALL): 1}
     for ledger in (Ledger("replace_null", mixed), Ledger("add_remove", {}), Ledger("add_remove", mixed, True)):
         write_ledger(tmp_path / "other.jsonl", ledger)
@@ -176,5 +164,5 @@ def test_concatenated_ledgers_have_separate_epochs():
 )
 def test_a_run_may_only_continue_the_ledger_of_its_own_plan(tmp_path, options):
     LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING]).close()
-    with pytest.raises(ConfigError, match=r"was begun (for|with) .*, but the run that would continue it plans"):
+    with pytest.raises(ConfigError, match=r"was begun for .*, but the run that would continue it plans"):
         LedgerWriter(tmp_path / "l.jsonl", resume=True, **options)

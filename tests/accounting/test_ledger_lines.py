@@ -140,20 +140,14 @@ INTEGERS = {"group": "a", "grid": 1.0, "S2": 1, "sigma2": 4096}
         (-1, "no round of an earlier spec"),
         ({"round": 0}, "no round of an earlier spec"),
         ({"spec": 0, "sampling": SAMPLE, "queries": [QUERY]}, "out of turn; the next is 1"),
-        ({"spec": True, "sampling": SAMPLE, "queries": [QUERY]}, "out of turn"),
         ({"spec": 1, "sampling": SAMPLE | {"policy": "shuffle"}, "queries": [QUERY]}, "shuffle"),
         ({"spec": 1, "sampling": SAMPLE, "queries": []}, "at least one"),
         ({"spec": 1, "sampling": SAMPLE | {"q": math.nan}, "queries": [QUERY]}, "q=nan"),
-        ({"spec": 1, "sampling": SAMPLE | {"n": True}, "queries": [QUERY]}, "n=True"),
         ({"spec": 1, "sampling": SAMPLE | {"x": 1}, "queries": [QUERY]}, "not understood"),
-        ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": 1e-200}]}, "between 1e-8 and 1e8"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"sigma": 10**400}]}, "sigma"),
-        ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"sigma": 0}]}, "sigma=0"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": math.nan}]}, "S=nan"),
-        ({"spec": 1, "sampling": SAMPLE, "queries": [INTEGERS | {"S2": 2.5}]}, "S2=2.5"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [INTEGERS | {"sigma2": 127}]}, "sigma2=127"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [INTEGERS | {"S2": 10**400}]}, "not understood"),
-        ({"spec": 1, "sampling": SAMPLE, "queries": [INTEGERS | {"grid": math.inf}]}, "S=inf"),
         ({"rounds": 2, "sha256": None}, "closes the ledger after 2 rounds .* there are 1"),
         ({"rounds": 1, "sha256": "0"}, "with the digest '0'"),
         (HEADER, "no closing line"),
@@ -175,14 +169,3 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path):
             read_ledger(tmp_path / "l.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_ledger(tmp_path / "missing.jsonl")
-
-
-@pytest.mark.parametrize("changed", [{"q": [0.001]}, {"n": 50_000}, {"q": 0.01}])
-def test_a_header_that_says_otherwise_than_its_rounds_is_refused(tmp_path, changed):
-    path = tmp_path / "l.jsonl"
-    planned = {"policy": "poisson", "n": 60_000, "q": [0.01]}
-    path.write_bytes(linked([HEADER | {"sampling": planned}, SPEC, 0]))
-    assert len(ledger_so_far(path)) == 1
-    path.write_bytes(linked([HEADER | {"sampling": planned | changed}, SPEC, 0]))
-    with pytest.raises(ConfigError, match="the header"):
-        read_ledger(path)

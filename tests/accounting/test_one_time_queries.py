@@ -12,9 +12,9 @@ from test_ledger_lines import HEADER, linked
 
 from dpexp.accounting import composition
 from dpexp.accounting.accountants import delta, epsilon, guarantee
-from dpexp.accounting.composition import GaussianMechanism, laplace_moments
+from dpexp.accounting.composition import GaussianMechanism, best_order, laplace_moments
 from dpexp.accounting.coverage import NAMES, accountants_for_noise
-from dpexp.accounting.dominating_pairs import LaplacePair, gaussian_above
+from dpexp.accounting.dominating_pairs import gaussian_above
 from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
@@ -27,7 +27,7 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.multiple_runs import ORDERS, rho, run_rdp
 from dpexp.accounting.releases import applicable_accountants
-from dpexp.accounting.risk import largest_advantage, risk, type_two_errors
+from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
 
 EVERYONE = SamplingEvent("all", 1.0, 60_000)
@@ -76,7 +76,7 @@ def test_laplace_gaussian_parts_and_training_compose_as_in_dp_accounting():
 
 
 def test_rdp_of_them_is_dp_accountings():
-    order = guarantee(EVERYTHING, "rdp").order(1e-5)
+    order = best_order(guarantee(EVERYTHING, "rdp").moment, 1e-5)[1]
     directly = composed(rdp.RdpAccountant([order])).get_epsilon(1e-5)
     assert epsilon(EVERYTHING, 1e-5, "rdp") == pytest.approx(directly, rel=1e-6)
     assert rho(EVERYTHING, 8.0) == pytest.approx(composed(rdp.RdpAccountant([8.0]))._rdp[0], rel=1e-9)
@@ -115,20 +115,7 @@ def test_one_laplace_query_costs_what_the_closed_form_says(pure, part):
     true = -math.expm1((part - 1) * pure / 2)
     assert true * (1 - 1e-12) <= delta(ledger, part * pure) <= true * (1 + 1e-6)
     assert delta(ledger, pure * (1 + 1e-9)) == 0
-    assert epsilon(ledger, 1e-300) <= pure * (1 + 1e-9)
     assert largest_advantage(ledger) == pytest.approx(-math.expm1(-pure / 2), rel=1e-6)
-
-
-@pytest.mark.parametrize("h", [0.003, 7.0])
-@pytest.mark.parametrize("lowest", [-math.inf, -0.31])
-def test_a_laplace_loss_on_a_grid_has_all_of_its_mass(h, lowest):
-    """P's and Q's alike, but for what is cut off below, whose loss is rounded up."""
-    first, mass, infinite = LaplacePair(0.7).discretized(h, max(lowest, -1e3), -50.0)
-    losses = h * (first + np.arange(len(mass)))
-    assert infinite == 0 and losses[0] <= max(lowest, -0.7) and losses[-1] >= 0.7
-    assert mass.sum() == pytest.approx(1, rel=1e-12)
-    others = (mass * np.exp(-losses)).sum()
-    assert others == pytest.approx(1, rel=1e-10) if lowest == -math.inf else others < 1
 
 
 @pytest.mark.parametrize("pure", [1e-4, 0.3, 40.0])
@@ -143,20 +130,6 @@ def test_laplace_moments_are_the_integral(pure, alpha):
     inner = quad(between, -pure, pure, epsabs=0, epsrel=1e-12)[0]
     true = 0.5 * math.exp((alpha - 1) * pure - shift) + 0.5 * math.exp(-alpha * pure - shift) + inner
     assert laplace_moments(np.array([pure]), alpha)[0] == pytest.approx(math.log(true) + shift, rel=1e-7, abs=1e-15)
-
-
-@pytest.mark.parametrize("first, second", [(0.5, 1.5), (2.0, 0.01)])
-def test_coordinates_that_move_together_cost_no_more_than_one_that_moves_as_far(first, second):
-    """E[h₂(ε - L₁)] against h₁₂, by quadrature."""
-
-    def h(pure, e):
-        return max(0.0, -math.expm1(e) if e < 700 else 0.0, -math.expm1((e - pure) / 2))
-
-    for e in np.linspace(-first - second, first + second, 41):
-        atoms = 0.5 * h(second, e - first) + 0.5 * math.exp(-first) * h(second, e + first)
-        kinks = [k for k in (e - second, e + second) if -first < k < first]
-        inner = quad(lambda l: h(second, e - l) * math.exp((l - first) / 2) / 4, -first, first, points=kinks or None)[0]  # noqa: B023, E741
-        assert atoms + inner <= h(first + second, e) + 1e-10
 
 
 def test_pure_dp_is_gaussian_dp():
@@ -188,13 +161,6 @@ def test_a_replaced_record_may_change_two_parts():
     )
     assert ParallelQueryEvent("all", "class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
     assert ParallelQueryEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
-
-
-def test_the_trade_off_includes_them():
-    without = Ledger("add_remove", {TRAINING: 1000})
-    alpha = [0.01, 0.1, 0.5]
-    assert (type_two_errors(EVERYTHING, alpha) < type_two_errors(without, alpha)).all()
-    assert risk(EVERYTHING).mu > risk(without).mu
 
 
 # On disk
@@ -247,3 +213,17 @@ def test_an_invalid_line_is_refused(tmp_path, query, wrong):
     path.write_bytes(linked([HEADER, spec]))
     with pytest.raises(ConfigError, match=wrong):
         read_ledger(path)
+
+
+@pytest.mark.parametrize("first, second", [(0.5, 1.5), (2.0, 0.01)])
+def test_coordinates_that_move_together_cost_no_more_than_one_that_moves_as_far(first, second):
+    """E[h₂(ε - L₁)] against h₁₂, by quadrature."""
+
+    def h(pure, e):
+        return max(0.0, -math.expm1(e) if e < 700 else 0.0, -math.expm1((e - pure) / 2))
+
+    for e in np.linspace(-first - second, first + second, 41):
+        atoms = 0.5 * h(second, e - first) + 0.5 * math.exp(-first) * h(second, e + first)
+        kinks = [k for k in (e - second, e + second) if -first < k < first]
+        inner = quad(lambda l: h(second, e - l) * math.exp((l - first) / 2) / 4, -first, first, points=kinks or None)[0]  # noqa: B023, E741
+        assert atoms + inner <= h(first + second, e) + 1e-10

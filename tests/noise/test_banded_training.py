@@ -4,19 +4,15 @@ import itertools
 import math
 from collections import Counter
 
-import dp_accounting
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from dp_accounting import NeighboringRelation
-from dp_accounting.pld import PLDAccountant
 from plans import plan_of
 from scipy.stats import chi2
 from test_accountants import exact_gaussian
 from test_callback import Data, Model, plan_for, trainer
 from test_correlated import toeplitz
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
@@ -42,9 +38,10 @@ class Released(pl.Callback):
         self.rounds.append({name: p.grad.clone() for name, p in module.named_parameters()})
 
 
-def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, **choices):
+def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, module=None, **choices):
     """What each round released, and the callback."""
-    module, released = Model(), Released()
+    folder.mkdir(exist_ok=True)
+    module, released = module or Model(), Released()
     privacy = dpexp.PrivacyCallback(
         plan_for(module, **CHOICES | choices), folder / "l.jsonl", noise_seed=seed, max_physical_batch_size=4
     )
@@ -56,7 +53,6 @@ def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, **cho
 
 
 def test_one_band_is_dp_sgd_bit_for_bit(tmp_path):
-    (tmp_path / "other").mkdir()
     plain, _ = trained(tmp_path, sampling="poisson", noise="gaussian")
     one, privacy = trained(tmp_path / "other", noise=Noise("banded", 1))
     for before, after in zip(plain, one, strict=True):
@@ -75,11 +71,9 @@ def test_the_plan_is_what_happens(tmp_path):
     assert [query.bands for query in round_.queries] == [C]
 
 
-class Nobody(pl.LightningDataModule):
+def nobody():
     """Records whose gradients are zero: what is released is noise."""
-
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.zeros(40, 4, dtype=torch.float64), torch.zeros(40, dtype=torch.long)), 3)
+    return DataLoader(TensorDataset(torch.zeros(40, 4, dtype=torch.float64), torch.zeros(40, dtype=torch.long)), 3)
 
 
 class Still(Model):
@@ -111,7 +105,7 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
             (group,) = [group for group in privacy.current_plan.groups if not group.is_metric]
             sigmas.append(group.sigma * group.alphas[0] / (0.1 * 40))
 
-    trainer(privacy, released, Sigmas()).fit(module, Nobody())
+    trainer(privacy, released, Sigmas()).fit(module, nobody())
     assert len(set(sigmas)) == (9 if "clip_norm" in choices else 1)
     x = np.stack([torch.cat([g.flatten() for g in round_.values()]).numpy() for round_ in released.rounds])
     white = toeplitz(C, 9) @ (x / np.array(sigmas)[:, None])
@@ -125,15 +119,6 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
 
 
 # What it costs
-
-
-def test_epsilon_is_that_of_fewer_poisson_rounds():
-    """By dp-accounting directly."""
-    plan = plan_of(Model(), n=50_000, q=0.01, steps=1001, noise_multiplier=1.2, **CHOICES)
-    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-    accountant.compose(dp_accounting.PoissonSampledDpEvent(0.03, dp_accounting.GaussianDpEvent(1.2)), 334)
-    expected = accountant.get_epsilon(1e-5)
-    assert expected * 0.9995 <= dpexp.epsilon(plan.ledger(), 1e-5) <= expected * 1.003
 
 
 def test_a_small_case_in_closed_form():
@@ -188,7 +173,7 @@ def test_a_resumes_noise_and_parts_are_its_own(tmp_path):
         released = Released()
         privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=seed)
         run = trainer(privacy, released, max_steps=-1 if ckpt_path else 6)
-        run.fit(module, Nobody(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+        run.fit(module, nobody(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
         run.save_checkpoint(tmp_path / "six.ckpt")
         runs += released.rounds
     sigma = plan.groups[0].sigma / 4
@@ -198,9 +183,7 @@ def test_a_resumes_noise_and_parts_are_its_own(tmp_path):
 
 
 def test_a_checkpoint_holds_no_past_noise(tmp_path):
-    """None of its tensors is as large as what is remembered, but for the weights and their momentum, and none is y."""
-    noises = []
-    module = Still()
+    module, noises = Still(), []
     plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
     privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=1)
 
@@ -209,18 +192,11 @@ def test_a_checkpoint_holds_no_past_noise(tmp_path):
             noises[:] = [y.clone() for past in privacy._engine._correlated._past.values() for y in past]
 
     run = trainer(privacy, Keep(), max_steps=5)
-    run.fit(module, Nobody())
+    run.fit(module, nobody())
     run.save_checkpoint(tmp_path / "five.ckpt")
     assert len(noises) == 2 * 2 and all(y.std() > 0.5 for y in noises)
-    leaves = tree_leaves(torch.load(tmp_path / "five.ckpt", weights_only=False))
-    tensors = [leaf.flatten().double() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    assert sum(len(t) for t in tensors) == 2 * 15000, "weights and momentum"
-    for tensor in tensors:
-        for y in noises:
-            if len(tensor) == len(y):
-                assert not torch.equal(tensor, y)
-    bytes_ = (tmp_path / "five.ckpt").read_bytes()
-    assert not any(y[:4].numpy().tobytes() in bytes_ for y in noises)
+    saved = (tmp_path / "five.ckpt").read_bytes()
+    assert not any(y[:4].to(dtype).numpy().tobytes() in saved for y in noises for dtype in (y.dtype, torch.float32))
     assert privacy._engine is None, "nor does the callback remember it"
 
 
@@ -232,30 +208,20 @@ def test_one_record_more_moves_every_release_by_at_most_s(tmp_path):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(40, 4, generator=generator, dtype=torch.float64), torch.randint(3, (40,), generator=generator)
 
-    class Some(pl.LightningDataModule):
-        def __init__(self, count):
-            super().__init__()
-            self.count = count
-
-        def train_dataloader(self):
-            return DataLoader(TensorDataset(50 * x[: self.count], y[: self.count]), 3)
-
-    class FixedClipNorm(Model):
+    class Fixed(Model):
         """Whose weights do not move, so that all that differs is the record."""
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    moved = []
-    rounds = []
+    moved, rounds = [], []
     for count in (40, 39):
-        module, released = FixedClipNorm(), Released()
-        plan = plan_for(module, **CHOICES | {"noise_multiplier": 1e-7, "q": 1 / 3, "n": 40, "steps": 9})
-        (tmp_path / str(count)).mkdir()
-        privacy = dpexp.PrivacyCallback(plan, tmp_path / str(count) / "l.jsonl", noise_seed=9)
-        trainer(privacy, released).fit(module, Some(count))
-        rounds.append(released.rounds)
-    S = plan.groups[0].S
+        data = DataLoader(TensorDataset(50 * x[:count], y[:count]), 3)
+        released, privacy = trained(
+            tmp_path / str(count), data, seed=9, module=Fixed(), noise_multiplier=1e-7, q=1 / 3, n=40, steps=9
+        )
+        rounds.append(released)
+    S = privacy.plan.groups[0].S
     for more, less in zip(*rounds, strict=True):
         difference = torch.cat([(more[name] - less[name]).flatten() for name in more]) * 40 / 3
         moved.append(float(difference.norm()))
@@ -311,7 +277,7 @@ def test_values_have_independent_noise_and_their_share():
         ({"calibrate": "sampling_rate", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
         (
             {"noise": "gaussian", "sampling": "poisson", "partitions": 2},
-            "sampling.partitions=2 is an option of sampling=cyclic_poisson",
+            "sampling.partitions=2 is no option of sampling=poisson",
         ),
     ],
 )

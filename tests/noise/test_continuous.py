@@ -1,4 +1,4 @@
-"""The key stream and the noise: RFC 8439's vectors, the normal distribution, and an attacker who guesses keys."""
+"""The key stream and the noise: RFC 8439's vectors and the normal distribution."""
 
 import math
 import os
@@ -7,17 +7,10 @@ import sys
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-from plans import plan_of
 from scipy.stats import chisquare, kstest
-from torch import nn
-from torch.nn import functional as F
 
-from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy.noise.continuous import PAIRS, BoxMuller, GaussianNoise, pairs_for
 from dpexp.privacy.noise.randomness import BLOCK, KeyStream
-from dpexp.privacy.round import PrivateRound
 
 RFC_KEY = bytes(range(32))
 RFC_NONCE = bytes.fromhex("000000090000004a00000000")
@@ -138,71 +131,3 @@ def test_the_tails_have_their_right_mass():
             low, high = (middle, high) if radius(middle) > r else (low, middle)
         assert high / 2**63 == pytest.approx(math.exp(-(r**2) / 2), rel=1e-4), r
     assert 9.3 < radius(0) < math.inf and 0 <= radius(2**63 - 1) < 1e-7
-
-
-class OneWord(KeyStream):
-    """A stream that always gives the same word."""
-
-    def __init__(self, word):
-        super().__init__()
-        self.word = word
-
-    def fill(self, out, nonce, first=0):
-        out.fill_(self.word)
-
-
-def test_float32_receives_what_lies_beyond_its_own_uniforms():
-    assert normals(4, OneWord(0), dtype=torch.float32)[0] > 9, "2^-64, of which float32 has no like"
-
-
-# The attack: a softmax layer's gradients add up to zero over the classes, so that what is left of a released sum is
-# its noise alone; of which candidates for the key can be tried until one fits, and the rest of the noise subtracted.
-
-CLASSES, BITS = 10, 17
-
-
-def released_sum(stream):
-    """What leaves a round of softmax regression on one feature [CLASSES], and the sum without noise."""
-    torch.manual_seed(0)
-    module = nn.Linear(1, CLASSES, bias=False)
-    plan = plan_of(module, n=100, q=1.0, sampling="full_batch", steps=1, noise_multiplier=1.0)
-    engine = PrivateRound(plan, module, GaussianNoise(stream))
-    engine.begin()
-    x, y = torch.randn(100, 1, 1), torch.randint(CLASSES, (100, 1))
-    engine.add_chunk(lambda own, one: F.cross_entropy(own(one[0]), one[1]), (x, y), 100)
-    true = engine._sums["weight"].clone()
-    return engine, true
-
-
-def noise_of(keys):
-    """The noise that each key gives in the first release [keys, CLASSES]."""
-    pairs, counter_and_nonce = pairs_for(CLASSES), bytes(16)
-    zeros = bytes(16 * pairs)
-    blocks = [Cipher(ChaCha20(key, counter_and_nonce), None).encryptor().update(zeros) for key in keys]
-    words = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.int64).view(-1, 2, pairs)
-    words = words.transpose(0, 1).reshape(2, -1)
-    normal, _ = BoxMuller(words.shape[1]).normal(words.contiguous(), 1.0)
-    return normal.view(2, len(keys), pairs).transpose(0, 1).reshape(len(keys), 2 * pairs)[:, :CLASSES]
-
-
-def key_of(guess):
-    return guess.to_bytes(32, "big")
-
-
-def guessed(released):
-    for start in range(0, 2**BITS, 2**16):
-        candidates = noise_of([key_of(k) for k in range(start, start + 2**16)])
-        off = (candidates.sum(1) - released.double().sum()).abs()
-        for k in torch.nonzero(off < 1e-4).flatten().tolist():
-            yield start + k, candidates[k]
-
-
-@pytest.mark.parametrize("short", [True, False])
-def test_an_attacker_who_tries_keys_removes_the_noise_of_a_short_one_only(tmp_path, short):
-    secret = 0x16F3A
-    engine, true = released_sum(KeyStream(key_of(secret)) if short else KeyStream())
-    ledger = LedgerWriter(tmp_path / "l.jsonl")
-    ledger.sample(engine.plan.sampling.event(100))
-    released = (engine.release(ledger)["weight"] * 100).flatten()
-    matching = (k for k, noise in guessed(released) if (released - noise - true.flatten()).abs().max() < 1e-4)
-    assert next(matching, None) == (secret if short else None)

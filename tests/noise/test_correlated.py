@@ -49,22 +49,6 @@ def test_without_a_cut_the_square_root_is_one(momentum):
     assert c @ c / c[0, 0] ** 2 == pytest.approx(A, abs=1e-12)
 
 
-def test_the_square_roots_norms_are_landaus_constants():
-    """Σ_k (binom(2k, k)/4^k)²: 1, 5/4, 89/64, 381/256 (OEIS A056982 below the line)."""
-    for b, landau in enumerate([1, 5 / 4, 89 / 64, 381 / 256], 1):
-        assert correlated.square_root(b)[0] == pytest.approx(landau**-0.5, rel=1e-12)
-
-
-@pytest.mark.parametrize("b, rounds", [(2, 50), (4, 977), (32, 20_000)])
-def test_the_optimum_is_one(b, rounds):
-    """Its gradient is next to 0, however many rounds there are, for which steps may overflow on the way."""
-    c = np.array(correlated.optimal(b, rounds, 0.9))
-    _, at_the_end = correlated._log_error(c[1:] / c[0], rounds, 0.9)
-    root = np.array(correlated.square_root(b, 0.9))
-    _, at_the_beginning = correlated._log_error(root[1:] / root[0], rounds, 0.9)
-    assert np.abs(at_the_end).max() < 1e-5 < 1e-3 < np.abs(at_the_beginning).max()
-
-
 @pytest.mark.parametrize("rounds", [50, 977])
 def test_the_least_error_is_that_of_a_search(rounds):
     """Two bands: no c_1 does better."""

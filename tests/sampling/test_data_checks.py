@@ -9,16 +9,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from plans import plan_of
 from test_isolation import Items, Model, padded, rows, sequences, sum_of_clipped, trained
 from test_loader import Seeding
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
-from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.sampling import loader
-from dpexp.privacy.sampling.data_state import StateTest
+from dpexp.privacy.sampling.data_state import StateTest, refuse_state
 from dpexp.privacy.sampling.privacy_unit import Microbatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,31 +68,30 @@ def scaled_by_the_first(data, index, x):
 STATEFUL = [running_mean, counter, shuffled, from_the_tenth_on, one_buffer, scaled_by_the_first]
 
 
-def assert_refused(tmp_path, loader, who):
+def assert_refused(loader, who, units=None):
     with pytest.raises(ConfigError) as raised:
-        trained(tmp_path, Model(), loader, steps=3)
+        refuse_state(loader, units)
     said = str(raised.value)
     assert said.startswith(f"data: {who} gave a record another value after other records were fetched, so")
     assert said.endswith(f"{WAY_OUT}.")
-    assert not list(tmp_path.glob("*.jsonl")), "before the ledger is opened"
 
 
 @pytest.mark.parametrize(
-    "change, workers", [*((change, 0) for change in STATEFUL), (running_mean, 2), (scaled_by_the_first, 2)]
-)  # fmt: skip
-def test_a_data_set_with_state_is_refused(tmp_path, change, workers):
-    assert_refused(tmp_path, DataLoader(Kept(change), 2, num_workers=workers), "the data set Kept")
-
-
-@pytest.mark.parametrize(
-    "data, named",
+    "data, named, workers",
     [
-        (Subset(Subset(Kept(counter), range(5)), range(4)), "Kept"),
-        (ConcatDataset([Kept(scaled_by_the_first), Kept(scaled_by_the_first)]), "ConcatDataset"),
+        *((Kept(change), "Kept", 0) for change in STATEFUL), (Kept(running_mean), "Kept", 2),
+        (Kept(scaled_by_the_first), "Kept", 2), (Subset(Subset(Kept(counter), range(5)), range(4)), "Kept", 0),
+        (ConcatDataset([Kept(scaled_by_the_first), Kept(scaled_by_the_first)]), "ConcatDataset", 0),
     ],
-)
-def test_state_of_a_data_set_that_is_wrapped_is_found(tmp_path, data, named):
-    assert_refused(tmp_path, DataLoader(data, 2), f"the data set {named}")
+)  # fmt: skip
+def test_a_data_set_with_state_is_refused(data, named, workers):
+    assert_refused(DataLoader(data, 2, num_workers=workers), f"the data set {named}")
+
+
+def test_state_is_refused_before_the_ledger_is_opened(tmp_path):
+    with pytest.raises(ConfigError, match="data set Kept"):
+        trained(tmp_path, Model(), DataLoader(Kept(counter), 2), steps=3)
+    assert not list(tmp_path.glob("*.jsonl"))
 
 
 SEEN = []
@@ -119,21 +114,13 @@ class Normalise:
 
 
 @pytest.mark.parametrize("collate, name, workers", [(by_all_seen, "by_all_seen", 0), (Normalise(), "Normalise", 2)])
-def test_a_collate_fn_with_state_is_refused(tmp_path, collate, name, workers):
-    loader = DataLoader(Items(rows(6)), 2, collate_fn=collate, num_workers=workers)
-    assert_refused(tmp_path, loader, f"the collate_fn {name}")
-
-
-def rounds_of_microbatches(data):
-    plan = plan_of(
-        Model(), n=6, sampling="full_batch", q=1.0, steps=2, noise_multiplier=1.0, privacy_unit=Microbatch(2)
-    )
-    return loader.RoundLoader(DataLoader(data), plan, 4, KeyStream(), KeyStream())
+def test_a_collate_fn_with_state_is_refused(collate, name, workers):
+    assert_refused(DataLoader(Items(rows(6)), 2, collate_fn=collate, num_workers=workers), f"the collate_fn {name}")
 
 
 def test_a_data_set_with_state_is_refused_for_records_of_several_examples():
-    with pytest.raises(ConfigError, match="data set Kept"):
-        rounds_of_microbatches(Kept(running_mean))
+    data = Kept(running_mean)
+    assert_refused(DataLoader(data), "the data set Kept", Microbatch(2).units(data))
 
 
 # Honest ones
@@ -166,6 +153,20 @@ def jittered(items):
     return x + torch.randn_like(x) * np.random.rand(), y
 
 
+def first(items):
+    return {**items[0], "x": items[0]["x"][None]}
+
+
+class Odd:
+    """Equal to none other, not even to itself."""
+
+    __eq__ = __hash__ = None
+
+
+ODD_ITEMS = [
+    {"x": x, "none": None, "set": {"a", str(y)}, ("a", 1): [np.float32(2), 3, -0.0], "odd": Odd(), "raw": x.numpy()}
+    for x, y in rows(6)
+]
 HONEST = {
     "a cache": (Kept(cached), None),
     "random augmentation": (Kept(augmented), None),
@@ -176,48 +177,14 @@ HONEST = {
     "padding": (Items(sequences(6)), padded),
     "a random collate_fn": (Items(rows(6)), jittered),
     "half of a data set": (Subset(Kept(cached), range(3)), None),
+    "values of every kind": (Items(ODD_ITEMS), first),
 }
 
 
 @pytest.mark.parametrize("what, workers", [*((what, 0) for what in HONEST), ("random augmentation", 2)])
-def test_honest_data_train(tmp_path, what, workers):
+def test_honest_data_pass(what, workers):
     data, collate = HONEST[what]
-    module = Model(torch.nn.Sequential(torch.nn.Linear(4, 3), Mean())) if "padding" in what else Model()
-    trained(tmp_path, module, DataLoader(data, 2, collate_fn=collate, num_workers=workers), steps=3)
-    assert len(read_ledger(tmp_path / "0.jsonl")) == 3
-
-
-class Mean(torch.nn.Module):
-    def forward(self, x):
-        return x.mean(1)
-
-
-class Odd:
-    """Equal to none other, not even to itself."""
-
-    __eq__ = __hash__ = None
-
-
-class Described(Model):
-    def training_step(self, batch, batch_idx):
-        return super().training_step((batch["x"], batch["y"]), batch_idx)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_items_of_every_kind_train(tmp_path, workers):
-    items = [
-        {"x": x, "y": y, "name": f"record {k}", "none": None, "set": {"a", str(k)}, ("a", 1): [np.float32(k), k, -0.0],
-         "odd": Odd() if workers == 0 else k, "all": {"raw": x.numpy(), "text": b"b"}}
-        for k, (x, y) in enumerate(rows(6))
-    ]  # fmt: skip
-
-    loader = DataLoader(Items(items), 2, collate_fn=first, num_workers=workers)
-    released, _ = trained(tmp_path, Described(), loader, steps=2)
-    assert len(released) == 2 and torch.allclose(released[0], sum_of_clipped(Model(), rows(6)), atol=1e-6)
-
-
-def first(items):
-    return {**items[0], "x": items[0]["x"][None], "y": items[0]["y"][None]}
+    refuse_state(DataLoader(data, 2, collate_fn=collate, num_workers=workers), None)
 
 
 @pytest.mark.parametrize(

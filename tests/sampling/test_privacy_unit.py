@@ -1,6 +1,5 @@
 """Records of several examples, against the same done by hand; neighbours differ in a unit or a user."""
 
-import json
 import math
 import warnings
 
@@ -8,7 +7,6 @@ import audited
 import pytest
 import pytorch_lightning as pl
 import torch
-from jobs import result_of, store_of
 from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
@@ -286,18 +284,6 @@ def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
         released(tmp_path, TensorDataset(x, y), User(8, "user_of"), users=4)
     with pytest.raises(ConfigError, match=r"a list of as many integers; there is a list of another length"):
         released(tmp_path, a_data_set(TensorDataset, x, y, [1, 2]), User(8, "user_of"), users=4)
-
-
-def test_a_job_tells_its_unit(dpexp_job):
-    quick = ("model=logistic", "privacy.noise_multiplier=1", "sampling.steps=2", "trainer.num_evaluations=0")
-    output = dpexp_job("privacy_unit=user", *quick, "sampling.epochs=null", "tracking.experiment=units")
-    result = result_of(output)
-    assert (result["unit"], result["n"]) == ("user", 200)
-    assert "for adding or removing one user" in (output / "card.md").read_text()
-    assert json.loads((output / "plan.json").read_text())["privacy_unit"]["kind"] == "user"
-
-    client = store_of(output.parents[2])
-    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.privacy_unit"] == "user"
 
 
 def test_a_pair_is_an_example_and_no_list_of_two(tmp_path):

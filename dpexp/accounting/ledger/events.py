@@ -162,7 +162,7 @@ class SumQueryEvent:
 
     @property
     def squared_ratio(self) -> float:
-        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z (see `dpexp.accounting.releases.CyclicBlocks`)."""
+        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z (see `dpexp.accounting.releases`)."""
         return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
 
 
@@ -198,13 +198,7 @@ class OneTimeQueryEvent:
         _check_ratio(owner, "S_replaced/scale", self.S_replaced, self.scale)
 
     def ratio(self, adjacency: str) -> float:
-        """Sensitivity over scale: μ = 1/z of `gaussian`, ε of `laplace`.
-
-        Raises:
-            ConfigError: the adjacency is unknown.
-        """
-        if adjacency not in ADJACENCIES:
-            raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
+        """Sensitivity over scale: μ = 1/z of `gaussian`, ε of `laplace`."""
         return (self.S_replaced if adjacency == "replace_one" else self.S) / self.scale
 
 

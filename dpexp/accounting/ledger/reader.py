@@ -4,10 +4,9 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dpexp.accounting.ledger.events import (
     ADJACENCIES,
@@ -78,12 +77,7 @@ def contents(path: Path) -> Contents:
     try:
         lost = missing(path, end) if end else None
         with path.open("rb") as file:
-            first = file.readline()
-            header = _parse(f"{path}, line 1", first) if first.endswith(b"\n") else {}
-            version = header.get("dpexp_ledger") if isinstance(header, dict) else None
-            if version != VERSION:
-                raise ConfigError(f"{path} is not a dpexp ledger of version {VERSION}.")
-            read = _read(path, first, file)
+            read = _read(path, file)
     except OSError as error:
         raise ConfigError(f"the ledger {path} cannot be read ({error.strerror}).") from error
     name = end_of(path).name
@@ -96,9 +90,11 @@ def contents(path: Path) -> Contents:
     return replace(read, ledger=ledger)
 
 
-def _read(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
+def _read(path: Path, file: BinaryIO) -> Contents:
     chain = Chain()
-    builder = _LedgerBuilder(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
+    header = _header(path, file.readline(), chain)
+    not_private = header.get("not_private")
+    specs: dict[int, Round] = {}
     counts: dict[bytes, int] = {}  # by spec, as round lines name it
     partial, closed_at, before = False, 0, ""
     for line in file:
@@ -114,27 +110,38 @@ def _read(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
             continue
         where = f"{path}, line {chain.lines}"
         entry = _linked(where, line, chain.lines, link)
-        if _keys(entry) == ["line", "link", "queries", "sampling", "spec"]:
-            if not is_integer(entry["spec"]) or entry["spec"] != chain.specs:
-                raise ConfigError(f"{where}: round spec {entry['spec']!r} is out of turn; the next is {chain.specs}.")
-            builder.add_spec(where, entry)
-            chain.specs += 1
-            counts[b"%d" % entry["spec"]] = 0
-        elif _keys(entry) == ["line", "link", "not_private"]:
-            builder.add_not_private(where, entry["not_private"])
-        elif _keys(entry) == ["line", "link", "rounds", "sha256"]:
-            closed_at = chain.lines
-            if (entry["rounds"], entry["sha256"]) != (sum(counts.values()), before):
+        match sorted(entry) if isinstance(entry, dict) else None:
+            case ["line", "link", "queries", "sampling", "spec"]:
+                if not is_integer(entry["spec"]) or entry["spec"] != chain.specs:
+                    raise ConfigError(
+                        f"{where}: round spec {entry['spec']!r} is out of turn; the next is {chain.specs}."
+                    )
+                specs[chain.specs] = _spec(f"{where}: round spec {chain.specs}", entry)
+                counts[b"%d" % chain.specs] = 0
+                chain.specs += 1
+            case ["line", "link", "not_private"]:
+                if not isinstance(entry["not_private"], str):
+                    raise ConfigError(f"{where}: not_private {entry['not_private']!r} is not understood.")
+                not_private = not_private or entry["not_private"]
+            case ["line", "link", "rounds", "sha256"]:
+                closed_at = chain.lines
+                if (entry["rounds"], entry["sha256"]) != (sum(counts.values()), before):
+                    raise ConfigError(
+                        f"{where} closes the ledger after {entry['rounds']!r} rounds with the digest "
+                        f"{entry['sha256']!r}, but before it there are {sum(counts.values())} with the digest {before}."
+                    )
+            case _:
                 raise ConfigError(
-                    f"{where} closes the ledger after {entry['rounds']!r} rounds with the digest {entry['sha256']!r}, "
-                    f"but before it there are {sum(counts.values())} with the digest {before}."
+                    f"{where} is no spec, no round of an earlier spec and no closing line: {line[:60]!r}."
                 )
-        else:
-            raise ConfigError(f"{where} is no spec, no round of an earlier spec and no closing line: {line[:60]!r}.")
-    for spec, count in counts.items():
-        builder.add_rounds(int(spec), count)
     chain.rounds = sum(counts.values())
-    return builder.contents(partial or closed_at != chain.lines, chain)
+    rounds: Counter[Round] = Counter()
+    for spec, count in counts.items():
+        if count:
+            rounds[specs[int(spec)]] += count
+    incomplete = partial or closed_at != chain.lines
+    ledger = Ledger(header["adjacency"], dict(rounds), incomplete, not_private, header.get("record"))
+    return Contents(ledger, header, specs, chain)
 
 
 def _linked(where: str, line: bytes, number: int, link: bytes) -> Any:
@@ -157,8 +164,21 @@ def _linked(where: str, line: bytes, number: int, link: bytes) -> Any:
     return entry
 
 
-def _keys(entry: Any) -> list[str] | None:
-    return sorted(entry) if isinstance(entry, dict) else None
+def _header(path: Path, line: bytes, chain: Chain) -> dict[str, Any]:
+    """The first line of a ledger, whose facts are understood."""
+    where = f"{path}, line 1"
+    header = _parse(where, line) if line.endswith(b"\n") else None
+    if not isinstance(header, dict) or header.get("dpexp_ledger") != VERSION:
+        raise ConfigError(f"{path} is not a dpexp ledger of version {VERSION}.")
+    _linked(where, line, 1, chain.add(line))
+    for name, understood in (
+        ("adjacency", header.get("adjacency") in ADJACENCIES),
+        ("not_private", isinstance(header.get("not_private"), str | None)),
+        ("record", _is_record(header.get("record"))),
+    ):
+        if not understood:
+            raise ConfigError(f"{path}: the header's {name} {header.get(name)!r} is not understood.")
+    return header
 
 
 def _is_record(record: Any) -> bool:
@@ -171,60 +191,15 @@ def _is_record(record: Any) -> bool:
     return False
 
 
-class _LedgerBuilder:
-    """The ledger of the lines read so far."""
-
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        if header.get("adjacency") not in ADJACENCIES:
-            raise ConfigError(
-                f"{path}: adjacency {header.get('adjacency')!r} is unknown; known: {', '.join(ADJACENCIES)}."
-            )
-        if not isinstance(header.get("not_private"), str | None):
-            raise ConfigError(f"{path}: the header's not_private {header['not_private']!r} is not understood.")
-        if not _is_record(header.get("record")):
-            raise ConfigError(f"{path}: the header's record {header['record']!r} is not understood.")
-        self._header = header
-        self._not_private: str | None = None  # found after the header was written
-        self._specs: dict[int, Round] = {}
-        self._rounds: Counter[Round] = Counter()
-
-    def add_spec(self, where: str, entry: dict[str, Any]) -> None:
-        """Adds a spec, if it agrees with the sampling that the header says was planned."""
-        number = entry["spec"]
-        try:
-            sampling = SamplingEvent(**entry["sampling"])
-            if not isinstance(entry["queries"], list) or not entry["queries"]:
-                raise TypeError("queries must be a list of at least one")
-            self._specs[number] = Round(sampling, tuple(_query(**query) for query in entry["queries"]))
-        except (TypeError, OverflowError) as error:
-            raise ConfigError(f"{where}: round spec {number} is not understood ({error}).") from error
-        except ConfigError as error:
-            raise ConfigError(f"{where}: round spec {number}: {error}") from error
-        planned = self._header.get("sampling")
-        if planned is None or self._specs[number].one_time_query is not None:
-            return
-        if not isinstance(planned, dict) or not isinstance(planned.get("q"), list):
-            raise ConfigError(f"{where}: the header's sampling {planned!r} is not understood.")
-        policy, n, rates = planned.get("policy"), planned.get("n"), planned["q"]
-        if (sampling.policy, sampling.n) != (policy, n) or sampling.q not in rates:
-            raise ConfigError(
-                f"{where}: the header says sampling {policy} of n={n} at q in {rates}, but round spec {number} says "
-                f"{sampling.policy} of n={sampling.n} at q={sampling.q}."
-            )
-
-    def add_not_private(self, where: str, reason: Any) -> None:
-        if not isinstance(reason, str):
-            raise ConfigError(f"{where}: not_private {reason!r} is not understood.")
-        self._not_private = self._not_private or reason
-
-    def add_rounds(self, spec: int, times: int) -> None:
-        if times:
-            self._rounds[self._specs[spec]] += times
-
-    def contents(self, incomplete: bool, chain: Chain) -> Contents:
-        reason = self._header.get("not_private") or self._not_private
-        ledger = Ledger(self._header["adjacency"], dict(self._rounds), incomplete, reason, self._header.get("record"))
-        return Contents(ledger, self._header, self._specs, chain)
+def _spec(where: str, entry: dict[str, Any]) -> Round:
+    try:
+        if not isinstance(entry["queries"], list) or not entry["queries"]:
+            raise TypeError("queries must be a list of at least one")
+        return Round(SamplingEvent(**entry["sampling"]), tuple(_query(**query) for query in entry["queries"]))
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"{where} is not understood ({error}).") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _query(**facts: Any) -> Query:

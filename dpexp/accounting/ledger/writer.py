@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
@@ -69,36 +69,19 @@ class LedgerWriter:
         self._counts: Counter[Round] = Counter()
         self._sampling: SamplingEvent | None = None
         self._queries: list[Query] = []
-        self._open(resume)
+        existed = self.path.exists()
+        if resume and not existed:
+            raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
+        with self._refusing_errors():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(self.path, "ab+")
+        _OPEN.add(self)
         try:
             self._lock()
-            self._continue(position) if resume else self._begin()
+            self._continue(position) if resume else self._begin(existed)
         except BaseException:
             self._file.close()
             raise
-
-    def _open(self, resume: bool) -> None:
-        def opener(path: str, flags: int) -> int:
-            return os.open(path, flags & ~os.O_CREAT if exists else flags | os.O_EXCL, 0o666)
-
-        if resume and not self.path.exists():
-            raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
-        exists = self.path.exists()
-        if not resume and exists:
-            self._refuse_used()
-        with self._refusing_errors():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = FileIO(self.path, "ab+", opener=opener)
-        _OPEN.add(self)
-
-    def _refuse_used(self) -> None:
-        before = contents(self.path).ledger
-        if before.rounds:
-            raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
-        if before.incomplete:
-            raise ConfigError(
-                f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
-            )
 
     def _lock(self) -> None:
         """Keeps two processes from continuing the same ledger."""
@@ -111,14 +94,21 @@ class LedgerWriter:
         except OSError:  # a file system without locks
             pass
 
-    def _begin(self) -> None:
-        chain = Chain()
-        if self._content():
-            self._refuse_used()  # again, now that the file is locked
+    def _begin(self, existed: bool) -> None:
+        if existed or self._content():
+            before = contents(self.path).ledger
+            if before.rounds:
+                raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
+            if before.incomplete:
+                raise ConfigError(
+                    f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
+                )
             os.ftruncate(self._file.fileno(), 0)
         end_of(self.path).unlink(missing_ok=True)  # of an earlier ledger at the same path
         try:
-            self._write(chain.header(self._header), chain)
+            chain = Chain()
+            with self._refusing_errors():
+                self._append(chain.header(self._header), chain)
         except BaseException:
             if not self._file.closed:
                 self.path.unlink(missing_ok=True)
@@ -131,13 +121,14 @@ class LedgerWriter:
                 f"ledger={self.path} has lost lines ({before.ledger.lost}); replace it with a complete copy, such as "
                 "its run's artifact in MLflow."
             )
-        found, planned = before.header.get("sampling"), self._header.get("sampling")
-        if before.ledger.adjacency != self._adjacency or (planned and found != planned):
-            self._refuse_plan(
-                f"for adjacency {before.ledger.adjacency} and sampling {found}", f"{self._adjacency} and {planned}"
+        planned = self._header.get("sampling")
+        found = before.header.get("sampling") if planned else planned
+        begun = before.ledger.adjacency, found, before.ledger.record
+        if begun != (self._adjacency, planned, self._record):
+            raise ConfigError(
+                f"ledger={self.path} was begun for {_described(*begun)}, but the run that would continue it plans "
+                f"{_described(self._adjacency, planned, self._record)}."
             )
-        if before.ledger.record != self._record:
-            self._refuse_plan(f"with privacy_unit={before.ledger.record or 'example'}", str(self._record or "example"))
         if self._not_private_reason is not None and before.ledger.not_private_reason is None:
             raise ConfigError(
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
@@ -154,9 +145,6 @@ class LedgerWriter:
         self._chain, self._closed = before.chain, not before.ledger.incomplete
         self._not_private_reason = before.ledger.not_private_reason
         os.ftruncate(self._file.fileno(), self._chain.size)
-
-    def _refuse_plan(self, begun: str, planned: str) -> NoReturn:
-        raise ConfigError(f"ledger={self.path} was begun {begun}, but the run that would continue it plans {planned}.")
 
     @property
     def ledger(self) -> Ledger:
@@ -190,7 +178,8 @@ class LedgerWriter:
         chain = self._chain.copy()
         spec = self._specs.get(round_, chain.specs)
         described = b"" if round_ in self._specs else chain.spec(round_)
-        self._write(described + chain.round(spec), chain)
+        with self._refusing_errors():
+            self._append(described + chain.round(spec), chain)
         self._closed = False
         self._specs[round_] = spec
         self._counts[round_] += 1
@@ -202,10 +191,6 @@ class LedgerWriter:
             yield
         except OSError as error:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
-
-    def _write(self, lines: bytes, chain: Chain) -> None:
-        with self._refusing_errors():
-            self._append(lines, chain)
 
     def _append(self, lines: bytes, chain: Chain) -> None:
         """Appends lines, after which `chain` describes the file. If anything fails, none of them are appended."""
@@ -308,6 +293,10 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
 def _times(found: os.stat_result) -> tuple[int, int]:
     """A file's modification and change times. Setting back the first changes the second."""
     return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _described(adjacency: str, sampling: object, record: Mapping[str, Any] | None) -> str:
+    return f"adjacency={adjacency}, sampling {sampling} and privacy_unit={record or 'example'}"
 
 
 def _header(adjacency: str, record: Mapping[str, Any] | None, planned: Iterable[SamplingEvent]) -> dict[str, object]:

@@ -102,14 +102,12 @@ def own_randomness(device: torch.device, stream: KeyStream) -> Iterator[None]:
     A record's loss may be random, as with dropout. That does not change the guarantee as long as the random numbers are
     secret and independent of the data: the release is then a mixture of private releases.
     """
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    states = all_random_states(device)
+    try:
         reseed(device, stream)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        yield
+    finally:
+        set_all_random_states(device, *states)
 
 
 def reseed(device: torch.device, stream: KeyStream) -> None:

@@ -5,13 +5,11 @@ With state (a running mean, a counter, an iterator, its own random generator) on
 between and in another order, from equal states of the generators, and compared bit for bit. Later this is assumed.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset
-from torch.utils.data.dataloader import default_collate
+from torch.utils.data import Subset
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
@@ -39,7 +37,8 @@ class StateTest(RecordFetcher):
             if _differ([item for item, _ in times]):
                 found.append(f"the data set {type(source).__name__}")
             elif _differ([batch for item, batch in times if not isinstance(item, FailedRecord)]):
-                found.append(_name(self._collate))
+                name = getattr(self._collate, "__name__", type(self._collate).__name__)
+                found.append(f"the collate_fn {name}")
         return found
 
     def _values(self, drawn: list[Any]) -> list[tuple[Any, Any]]:
@@ -66,10 +65,6 @@ def _differ(values: list[Any]) -> bool:
     return any(value != known[0] for value in known)
 
 
-def _name(collate: Any) -> str:
-    return f"the collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
-
-
 def refuse_state(loader: Any, units: Units | None) -> None:
     """Raises ConfigError: the data set or collate_fn gives a record different values, in some loader process."""
     if only_rows(loader):
@@ -88,31 +83,3 @@ def refuse_state(loader: Any, units: Units | None) -> None:
             "change one another; draw random numbers from torch's, NumPy's or Python's global generator; keep no state "
             "between records."
         )
-
-
-def mixing(loader: DataLoader) -> str | None:
-    """The loader's collate_fn, if it mixes records of a batch.
-
-    It does if, from the same random state, the batches of a with b and of a with c have rows of equal shapes, but no
-    row in common.
-    """
-    dataset, stream = copied(loader.dataset), KeyStream()
-    collate, device = loader.collate_fn, torch.device("cpu")
-    for _ in range(2 * _COMPARED if collate is not default_collate else 0):
-        key, forms, rows = KeyStream().key, [], []
-        try:
-            with own_randomness(device, KeyStream()):
-                a, b, c = (dataset[i] for i in (stream.words(3) % len(dataset)).tolist())
-            for other in (b, c):
-                with own_randomness(device, KeyStream(key)):
-                    leaves, _ = flattened(collate(copy.deepcopy([a, other])))
-                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 2]
-                forms.append([leaf.shape for leaf in tensors])
-                rows.append({tuple(map(bits_of, row)) for row in zip(*tensors, strict=True)})
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # records cannot be fetched, or collated together
-            return None
-        if forms[0] == forms[1] != [] and rows[0].isdisjoint(rows[1]):
-            return _name(collate)
-    return None

@@ -24,7 +24,7 @@ from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_ro
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, reseed
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch
-from dpexp.privacy.sampling.data_state import mixing, refuse_state
+from dpexp.privacy.sampling.data_state import refuse_state
 from dpexp.privacy.sampling.fetching import (
     Seeding,
     copied,
@@ -284,10 +284,6 @@ class RoundLoader:
             with own_randomness(torch.device("cpu"), KeyStream()):
                 parts = source.__getitems__([drawn])
             yield from parts
-
-    def mixing(self) -> str | None:
-        """The collate_fn, if it mixes records of a batch (see `data_state.mixing`)."""
-        return mixing(self._users_loader)
 
     def shapes(self) -> list[RecordBatch]:
         """16 records, whose shapes and types may be used; none if no user's code made them, whose shapes are equal."""

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from inspect import isabstract
 from numbers import Real
@@ -114,7 +114,7 @@ class TruncatedPoisson(Policy):
     A maximum of q·n plus six times its square root is hardly ever reached.
     """
 
-    max_batch_size: int
+    max_batch_size: int | None = None  # must be given
     name: ClassVar[str] = "truncated_poisson"
 
     def __post_init__(self) -> None:
@@ -207,19 +207,15 @@ def make_policy(
         ConfigError: the policy is unknown, a value is out of range, or the policy does not take it.
     """
     policy = policy_class(name)
-    if (max_batch_size is None) == issubclass(policy, TruncatedPoisson):
-        raise ConfigError(
-            f"sampling.max_batch_size={max_batch_size}: sampling=truncated_poisson needs it, and no other takes it."
-        )
-    if partitions is not None and not issubclass(policy, CyclicPoisson):
-        raise ConfigError(f"sampling.partitions={partitions} is an option of sampling=cyclic_poisson; set it to null.")
-    if max_batch_size is not None:
-        return policy(q, max_batch_size)  # type: ignore[call-arg]
-    if partitions is not None:
-        return policy(q, partitions)  # type: ignore[call-arg]
+    options = {"max_batch_size": max_batch_size, "partitions": partitions}
+    given = {option: value for option, value in options.items() if value is not None}
+    takes = {field.name for field in fields(policy)}
+    for option, value in given.items():
+        if option not in takes:
+            raise ConfigError(f"sampling.{option}={value} is no option of sampling={name}; set it to null.")
     if issubclass(policy, FixedSize | Shuffle):
         whole_batch(q, n, examples)
-    return policy(q)
+    return policy(q, **given)
 
 
 def whole_batch(q: float, n: int, examples: float = 1.0) -> int:

@@ -10,7 +10,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from dpexp.accounting.ledger.events import unit
@@ -252,28 +252,28 @@ def make_privacy_unit(kind: str = "example", **options: Any) -> Example:
     Raises:
         ConfigError: the kind is unknown, or an option is out of range or not one of this kind.
     """
-    takes = {"example": (), "microbatch": ("size",), "user": ("max_examples", "user_attribute", "local_training")}
-    if kind not in takes:
-        raise ConfigError(f"privacy_unit.kind={kind} is unknown; known: {', '.join(takes)}.")
+    if kind not in KINDS:
+        raise ConfigError(f"privacy_unit.kind={kind} is unknown; known: {', '.join(KINDS)}.")
+    takes = [option.name for option in fields(KINDS[kind]) if option.init]
     for key, value in options.items():
-        if value is not None and key not in takes[kind]:
+        if value is not None and key not in takes:
             raise ConfigError(
                 f"privacy_unit.{key}={value} is no option of privacy_unit={kind}, which takes "
-                f"{', '.join(takes[kind]) or 'none'}."
+                f"{', '.join(takes) or 'none'}."
             )
-    if kind == "example":
-        return Example()
-    if kind == "microbatch":
-        return Microbatch(options.get("size"))  # type: ignore[arg-type]
-    local = options.get("local_training")
-    try:
-        training = None if local is None else LocalTraining(**local)
-    except TypeError as error:
-        raise ConfigError(
-            f"privacy_unit.local_training={dict(local or {})} must give lr, and steps or epochs, and may give "
-            f"batch_size ({error})."
-        ) from error
-    return User(options.get("max_examples"), options.get("user_attribute"), training)  # type: ignore[arg-type]
+    values = {key: options.get(key) for key in takes}
+    if (local := values.get("local_training")) is not None:
+        try:
+            values["local_training"] = LocalTraining(**local)
+        except TypeError as error:
+            raise ConfigError(
+                f"privacy_unit.local_training={dict(local)} must give lr, and steps or epochs, and may give "
+                f"batch_size ({error})."
+            ) from error
+    return KINDS[kind](**values)
+
+
+KINDS: dict[str, type[Example]] = {"example": Example, "microbatch": Microbatch, "user": User}
 
 
 def _is_number(user: Any) -> bool:
