@@ -1,11 +1,10 @@
 """Refuses models, trainers and optimizers that cannot be trained privately, before training."""
 
 import dis
-import inspect
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,8 +91,6 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
                     f"data: {type(owner).__name__}.{hook} gets whole batches and may mix their records; move it "
                     "into the data set or training_step, which get one record."
                 )
-    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-        raise ConfigError("model: training_step takes a dataloader_iter, and must take a batch.")
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1; "
@@ -140,7 +137,7 @@ def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
 def refuse_monitors(
     trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]
 ) -> None:  # fmt: skip
-    """Refuses schedulers, callbacks and hooks that read private values or values that nobody logs.
+    """Refuses schedulers and callbacks that monitor private values or values that nobody logs.
 
     Args:
         logged: names logged by training_step, whose values are dropped.
@@ -152,12 +149,6 @@ def refuse_monitors(
         for one in trainer.callbacks  # type: ignore[attr-defined]
     ]
     readers += [(type(c.scheduler).__name__, c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
-    for hook in _READING:
-        code = getattr(getattr(type(module), hook, None), "__code__", None)
-        steps = [*dis.get_instructions(code)] if code is not None else []
-        if not any(step.opname == "CONTAINS_OP" for step in steps):  # otherwise it tests whether the value exists
-            read = [b.argval for a, b in pairwise(steps) if a.argval in _METRICS and b.opname == "LOAD_CONST"]
-            readers += [(f"{type(module).__name__}.{hook}", name) for name in read]
     _refuse_unlogged(trainer, module, names, validated)
     for reader, name in readers:
         if name in names:
@@ -194,7 +185,6 @@ def _refuse_unlogged(
 
 
 _OURS = ("pytorch_lightning.", "lightning.", "dpexp.")
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 def refuse_other_sizes(module: nn.Module, plan: "PrivacyPlan") -> None:

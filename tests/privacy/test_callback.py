@@ -435,11 +435,6 @@ def test_a_trainer_that_ends_before_the_plan_is_refused_or_warned_about(tmp_path
         trainer(privacy, max_steps=2).fit(module, Data())
 
 
-class Reads(Model):
-    def on_train_epoch_end(self):
-        print(self.trainer.callback_metrics["train_loss"])
-
-
 class Monitors(Model):
     def configure_optimizers(self):
         (optimizer,) = [super().configure_optimizers()["optimizer"]]
@@ -450,7 +445,6 @@ class Monitors(Model):
 @pytest.mark.parametrize(
     "module, callbacks, reader",
     [
-        (Reads, (), "Reads.on_train_epoch_end"),
         (Monitors, (), "ReduceLROnPlateau"),
         (Model, (pl.callbacks.EarlyStopping("train_loss"),), "EarlyStopping"),
     ],
