@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -134,53 +134,36 @@ def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
     return rounds if trainer.max_steps == -1 else min(rounds, trainer.max_steps)
 
 
-def refuse_monitors(
-    trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]
-) -> None:  # fmt: skip
-    """Refuses schedulers and callbacks that monitor private values or values that nobody logs.
+def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]) -> None:
+    """Refuses schedulers and callbacks that monitor private values, or values that are certainly never logged.
 
     Args:
         logged: names logged by training_step, whose values are dropped.
         validated: names logged by the validation before training.
     """
-    names = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
-    readers: list[tuple[str, Any]] = [
-        (type(one).__name__, getattr(one, "monitor", None))
-        for one in trainer.callbacks  # type: ignore[attr-defined]
-    ]
-    readers += [(type(c.scheduler).__name__, c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
-    _refuse_unlogged(trainer, module, names, validated)
-    for reader, name in readers:
-        if name in names:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    monitors = [
+        (one, getattr(one, "monitor", None), isinstance(one, pl.callbacks.EarlyStopping) and one.strict)
+        for one in callbacks
+    ] + [(c.scheduler, c.monitor, c.strict) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+    hooks = (getattr(getattr(type(module), hook, None), "__code__", None) for hook in _VALIDATING)
+    logs_later = any("sanity_checking" in code.co_names for code in hooks if code)
+    custom = any(not type(one).__module__.startswith(_OURS) for one in callbacks)
+    all_known = not (custom or logs_later or (trainer.enable_validation and not validated))
+    private = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
+    for one, name, strict in monitors:
+        reader = type(one).__name__
+        if name in private:
             raise ConfigError(
                 f"model: {reader} reads {name}, which training_step logs: it is computed from records without noise, "
                 "and is dropped; read a value of the validation set, or release it by private_metrics.release and read "
                 f"private/{name}_moving_average."
             )
-
-
-def _refuse_unlogged(
-    trainer: pl.Trainer, module: pl.LightningModule, private: set[str], validated: set[str]
-) -> None:  # fmt: skip
-    """Refuses monitors that would end the training because their value is certainly never logged."""
-    hooks = (getattr(getattr(type(module), hook, None), "__code__", None) for hook in _VALIDATING)
-    logs_later = any("sanity_checking" in code.co_names for code in hooks if code)
-    custom = any(not type(one).__module__.startswith(_OURS) for one in trainer.callbacks)  # type: ignore[attr-defined]
-    if custom or logs_later or (trainer.enable_validation and not validated):
-        return
-    monitors = [
-        ("ReduceLROnPlateau", c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.strict
-    ]
-    monitors += [
-        (type(one).__name__, one.monitor)
-        for one in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(one, pl.callbacks.EarlyStopping) and one.strict
-    ]
-    for reader, name in monitors:
-        if name not in validated | private | {"epsilon"} and not str(name).startswith(("private/", "unsafe/")):
-            known = ", ".join(sorted(validated | {"epsilon"}))
+        known = validated | {"epsilon"}
+        if strict and all_known and name not in known and not str(name).startswith(("private/", "unsafe/")):
             raise ConfigError(
-                f"model: {reader} monitors {name}, which neither training_step nor the validation logs; known: {known}."
+                f"model: {reader} monitors {name}, which neither training_step nor the validation logs; known: "
+                f"{', '.join(sorted(known))}."
             )
 
 
