@@ -298,6 +298,12 @@ def test_a_checkpoint_is_only_resumed_with_the_ledger_of_its_run(tmp_path):
     module = Model()
     _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
     run.save_checkpoint(tmp_path / "five.ckpt")
+    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
+    del checkpoint["callbacks"]["PrivacyCallback"]
+    torch.save(checkpoint, tmp_path / "without.ckpt")
+    with pytest.raises(ConfigError, match="was saved without a PrivacyCallback"):
+        resumed(tmp_path, tmp_path / "without.ckpt", T)
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
     lines = (tmp_path / "l.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "l.jsonl").write_text("".join(lines[:-3]))
     (tmp_path / "l.end.json").unlink()
@@ -339,18 +345,6 @@ def test_rounds_between_the_state_of_a_checkpoint_and_its_saving_belong_to_its_r
     trainer(dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"), late, max_steps=5).fit(module, Data())
     assert resumed(tmp_path, tmp_path / "three.ckpt", T).global_step == T
     assert len(read_ledger(tmp_path / "l.jsonl")) == 5 + T - 3
-
-
-def test_a_checkpoint_without_a_ledger_position_is_not_resumed(tmp_path):
-    module = Model()
-    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
-    run.save_checkpoint(tmp_path / "five.ckpt")
-    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
-    del checkpoint["callbacks"]["PrivacyCallback"]
-    torch.save(checkpoint, tmp_path / "five.ckpt")
-    with pytest.raises(ConfigError, match="was saved without a PrivacyCallback"):
-        resumed(tmp_path, tmp_path / "five.ckpt", T)
-    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
 
 
 def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_path):
