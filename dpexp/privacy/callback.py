@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -170,7 +170,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))
 
     def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        return muted_logging.as_in_round(self._trained[0], t, place, self._args)
+        return partial(muted_logging.as_in_round, self._trained[0], t, place, self._args)
 
     def _public_record(self) -> Any:
         return public_record(self._trained[0])

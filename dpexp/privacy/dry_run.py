@@ -52,7 +52,7 @@ def dry_run(
                 step.decide(chunk, later, within, others)
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
-            pairs = _of_pairs(SyntheticRecords(), chunk, module, device, False)
+            pairs = _of_pairs(SyntheticRecords(), chunk, module, device)
             if str(error) == NO_LOSS and rounds.of_examples and any(pairs):
                 raise ConfigError(_NONE_ALONE) from None
         else:
@@ -116,10 +116,11 @@ _NONE_ALONE = (
     "model: the loss of a single record has no gradient, as with contrastive losses, which compare the records of a "
     "batch; here each record is processed by itself. Let a record contain all that its loss compares, such as a pair."
 )
-_WEIGH = (
-    "Here each record has the loss of a batch of one, and its gradient is clipped, which undoes weights in the loss. "
-    "Set data.class_weights, or call dpexp.weigh(w[y].mean() / w.max()) in training_step, which weights the clipped "
-    "gradient."
+_OF_A_BATCH = (
+    "training_step's loss of several records {why}; here each record has the loss of a batch of one, and its gradient "
+    "is clipped, which undoes weights in the loss{unused}. For class weights, set data.class_weights, or call "
+    "dpexp.weigh(w[y].mean() / w.max()) in training_step; write other losses for one record: Dice over its places, "
+    "statistics as public constants."
 )
 
 
@@ -147,17 +148,15 @@ def _check_loss_of_a_batch(
 ) -> None:
     """Warns if the loss of a batch is no sum of its records' losses; raises if a single record has no gradient.
 
-    If it is a sum, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0 for any records, also with labels fixed.
+    If it is a sum, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0 for any records.
     `weighed`: a loss function that was called with class weights.
     """
     if step.synthetic is None:
         return
     others = replace(step.synthetic, floats="normal", public=None)  # with different labels
-    draws = step.synthetic, others
-    mixes = any(_mixes(one, chunk, module, device, labels=True) for one in draws)
+    mixes = any(_mixes(one, chunk, module, device) for one in (step.synthetic, others))
     if not (mixes or weighed):
         return
-    with_labels_fixed = mixes and any(_mixes(one, chunk, module, device, labels=False) for one in draws)
     try:
         with own_randomness(device, KeyStream.known(0, "pairs", 0)):
             alone = step.alone.gradients_of(step.synthetic.records(chunk, 1, 0), 0).by_name
@@ -171,21 +170,10 @@ def _check_loss_of_a_batch(
     unused = [name for name in names if name not in alone or not bool(alone[name].materialize().any())]
     if len(unused) == len(names) and mixes:
         raise ConfigError(_NONE_ALONE)
-    warned = weighed is not None or WEIGHT in alone
-    if weighed is not None and WEIGHT not in alone:
-        warnings.warn(f"training_step passes class weights to {weighed}. {_WEIGH}")
-    if with_labels_fixed and (not warned or any(leaf.is_floating_point() for leaf in chunk.tensors)):
-        no_gradient = f", where {', '.join(unused[:4])} has no gradient" if unused else ""
-        warnings.warn(
-            "training_step's loss of several records is no sum or mean of their losses, as with mixup, Dice, batch "
-            "statistics or a mean over all words; here each record has the loss of a batch of one"
-            f"{no_gradient}. Write it for one record: Dice over a record's places, statistics as public constants."
-        )
-    elif mixes and not warned:
-        warnings.warn(
-            "training_step's loss of several records depends on all of their labels, as with class weights or class "
-            f"frequencies of a batch. {_WEIGH}"
-        )
+    if WEIGHT not in alone:
+        why = f"is given class weights ({weighed})" if weighed else "is no sum or mean of their losses"
+        no_gradient = f"; {', '.join(unused[:4])} has no gradient then" if unused else ""
+        warnings.warn(_OF_A_BATCH.format(why=why, unused=no_gradient))
 
 
 _ROUNDING, _HALF_PRECISION_ROUNDING = 1e-5, 1e-2  # of the losses
@@ -194,12 +182,12 @@ _BATCH = 4
 _TRIES = 6  # since random mixing may leave two records as they are
 
 
-def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool) -> bool:
-    """Whether the loss of a batch is no sum of its records' losses; `labels`: replace labels, too."""
+def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device) -> bool:
+    """Whether the loss of a batch is no sum of its records' losses."""
     full_precision = not torch.is_autocast_enabled(device.type) and all(
         p.dtype.itemsize >= 4 for p in module.parameters()
     )
-    for losses in _of_pairs(synthetic, chunk, module, device, labels):
+    for losses in _of_pairs(synthetic, chunk, module, device):
         moved, most = max(abs(loss - losses[0]) for loss in losses), max(map(abs, losses))
         tolerance = max(_MIN_CHANGE * moved, _ROUNDING * most) if full_precision else _HALF_PRECISION_ROUNDING * most
         if abs(losses[0] - losses[1] - losses[2] + losses[3]) > tolerance:
@@ -208,7 +196,7 @@ def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device:
 
 
 def _of_pairs(
-    synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool
+    synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device
 ) -> Iterator[list[float]]:
     """L(a, b), L(a', b), L(a, b') and L(a', b') of a few batches, each from one random state, if they are finite.
 
@@ -216,13 +204,11 @@ def _of_pairs(
     """
     for seed in range(_TRIES):
         some, others = (synthetic.records(chunk, _BATCH, k) for k in (2 * seed, 2 * seed + 1))
-        only = [labels or leaf.is_floating_point() for leaf in some.tensors]
         losses, is_random = [], False
         for replaced in ([], [0], [1], [0, 1]):
             together = [leaf.detach().clone() for leaf in some.tensors]
-            for leaf, other, floating in zip(together, others.tensors, only, strict=True):
-                if floating or not any(only):
-                    leaf[replaced] = other.detach()[replaced]
+            for leaf, other in zip(together, others.tensors, strict=True):
+                leaf[replaced] = other.detach()[replaced]
             batch = _as_batch(some.with_tensors(together))
             if batch is None:
                 return

@@ -21,7 +21,7 @@ float32 (proof: `dpexp.privacy.gradients.norms`), and S is reduced by the roundi
 as many steps as its gradient has terms.
 
 *Assumptions.* A record's vectors depend only on that record, the weights and fresh randomness: the step is traced for
-one record (`dpexp.privacy.gradients.one_record`), and its lifting over records is tested bit for bit
+one record (`dpexp.privacy.gradients.one_record`), and its lifting over records is proved
 (`dpexp.privacy.gradients.graph`); records that are not traced have a copy of the module each. The noise is
 Gaussian in float64 from a secret key stream, and is added once a round, after the sum query event is in the ledger.
 Sampling is the one that the accountant assumes.

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -100,37 +100,30 @@ def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None
         log_released(pl_module, name, value)
 
 
-def as_in_round(
-    trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]
-) -> Callable[[], AbstractContextManager]:
-    """A context in which the Trainer's counters say round `t` at (epoch, batch index), and optimizers' settings are
-    halved.
+@contextmanager
+def as_in_round(trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]) -> Iterator[None]:
+    """Within, the Trainer's counters say round `t` at (epoch, batch index), and optimizers' settings are halved.
 
     `args` of training_step after the batch, batch_idx first, are changed in place.
     """
-
-    @contextmanager
-    def other() -> Iterator[None]:
-        loop, (epoch, batch) = trainer.fit_loop, place
-        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        batches = loop.epoch_loop.batch_progress.current
-        counts = [(loop.epoch_progress.current, epoch), (steps, t), (batches, batch)]
-        before = [dict(vars(count)) for count, _ in counts]
-        original_args, is_last = [*args], loop.epoch_loop.batch_progress.is_last_batch
-        try:
-            for count, number in counts:
-                vars(count).update(dict.fromkeys(vars(count), number))
-            loop.epoch_loop.batch_progress.is_last_batch = not is_last
-            args[:1] = [batch] if args else []
-            with later_settings(trainer.optimizers):
-                yield
-        finally:
-            for (count, _), was in zip(counts, before, strict=True):
-                vars(count).update(was)
-            loop.epoch_loop.batch_progress.is_last_batch = is_last
-            args[:] = original_args
-
-    return other
+    loop, (epoch, batch) = trainer.fit_loop, place
+    steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    batches = loop.epoch_loop.batch_progress.current
+    counts = [(loop.epoch_progress.current, epoch), (steps, t), (batches, batch)]
+    before = [dict(vars(count)) for count, _ in counts]
+    original_args, is_last = [*args], loop.epoch_loop.batch_progress.is_last_batch
+    try:
+        for count, number in counts:
+            vars(count).update(dict.fromkeys(vars(count), number))
+        loop.epoch_loop.batch_progress.is_last_batch = not is_last
+        args[:1] = [batch] if args else []
+        with later_settings(trainer.optimizers):
+            yield
+    finally:
+        for (count, _), was in zip(counts, before, strict=True):
+            vars(count).update(was)
+        loop.epoch_loop.batch_progress.is_last_batch = is_last
+        args[:] = original_args
 
 
 @contextmanager

@@ -27,10 +27,6 @@ _LARGEST_SAMPLE = 1.25  # times q·n; a larger chunk is of no use
 _MAX_MEMORY = 0.8  # of a GPU's, since records vary and optimizers allocate their state later
 
 
-def first_batch(device: torch.device) -> int:
-    return FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH
-
-
 def largest_fitting_batch(plan: PrivacyPlan, module: pl.LightningModule, loss_of: LossOf, trainer: pl.Trainer) -> int:
     """The largest power of two of records, up to a sample's size, whose pass fits into memory."""
     record = public_record(trainer)

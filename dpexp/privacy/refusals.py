@@ -1,12 +1,11 @@
 """Refuses models, trainers and optimizers that cannot be trained privately, before training."""
 
 import dis
-import inspect
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -92,8 +91,6 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
                     f"data: {type(owner).__name__}.{hook} gets whole batches and may mix their records; move it "
                     "into the data set or training_step, which get one record."
                 )
-    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-        raise ConfigError("model: training_step takes a dataloader_iter, and must take a batch.")
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1; "
@@ -137,64 +134,40 @@ def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
     return rounds if trainer.max_steps == -1 else min(rounds, trainer.max_steps)
 
 
-def refuse_monitors(
-    trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]
-) -> None:  # fmt: skip
-    """Refuses schedulers, callbacks and hooks that read private values or values that nobody logs.
+def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]) -> None:
+    """Refuses schedulers and callbacks that monitor private values, or values that are certainly never logged.
 
     Args:
         logged: names logged by training_step, whose values are dropped.
         validated: names logged by the validation before training.
     """
-    names = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
-    readers: list[tuple[str, Any]] = [
-        (type(one).__name__, getattr(one, "monitor", None))
-        for one in trainer.callbacks  # type: ignore[attr-defined]
-    ]
-    readers += [(type(c.scheduler).__name__, c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
-    for hook in _READING:
-        code = getattr(getattr(type(module), hook, None), "__code__", None)
-        steps = [*dis.get_instructions(code)] if code is not None else []
-        if not any(step.opname == "CONTAINS_OP" for step in steps):  # otherwise it tests whether the value exists
-            read = [b.argval for a, b in pairwise(steps) if a.argval in _METRICS and b.opname == "LOAD_CONST"]
-            readers += [(f"{type(module).__name__}.{hook}", name) for name in read]
-    _refuse_unlogged(trainer, module, names, validated)
-    for reader, name in readers:
-        if name in names:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    monitors = [
+        (one, getattr(one, "monitor", None), isinstance(one, pl.callbacks.EarlyStopping) and one.strict)
+        for one in callbacks
+    ] + [(c.scheduler, c.monitor, c.strict) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+    hooks = (getattr(getattr(type(module), hook, None), "__code__", None) for hook in _VALIDATING)
+    logs_later = any("sanity_checking" in code.co_names for code in hooks if code)
+    custom = any(not type(one).__module__.startswith(_OURS) for one in callbacks)
+    all_known = not (custom or logs_later or (trainer.enable_validation and not validated))
+    private = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
+    for one, name, strict in monitors:
+        reader = type(one).__name__
+        if name in private:
             raise ConfigError(
                 f"model: {reader} reads {name}, which training_step logs: it is computed from records without noise, "
                 "and is dropped; read a value of the validation set, or release it by private_metrics.release and read "
                 f"private/{name}_moving_average."
             )
-
-
-def _refuse_unlogged(
-    trainer: pl.Trainer, module: pl.LightningModule, private: set[str], validated: set[str]
-) -> None:  # fmt: skip
-    """Refuses monitors that would end the training because their value is certainly never logged."""
-    hooks = (getattr(getattr(type(module), hook, None), "__code__", None) for hook in _VALIDATING)
-    logs_later = any("sanity_checking" in code.co_names for code in hooks if code)
-    custom = any(not type(one).__module__.startswith(_OURS) for one in trainer.callbacks)  # type: ignore[attr-defined]
-    if custom or logs_later or (trainer.enable_validation and not validated):
-        return
-    monitors = [
-        ("ReduceLROnPlateau", c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.strict
-    ]
-    monitors += [
-        (type(one).__name__, one.monitor)
-        for one in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(one, pl.callbacks.EarlyStopping) and one.strict
-    ]
-    for reader, name in monitors:
-        if name not in validated | private | {"epsilon"} and not str(name).startswith(("private/", "unsafe/")):
-            known = ", ".join(sorted(validated | {"epsilon"}))
+        known = validated | {"epsilon"}
+        if strict and all_known and name not in known and not str(name).startswith(("private/", "unsafe/")):
             raise ConfigError(
-                f"model: {reader} monitors {name}, which neither training_step nor the validation logs; known: {known}."
+                f"model: {reader} monitors {name}, which neither training_step nor the validation logs; known: "
+                f"{', '.join(sorted(known))}."
             )
 
 
 _OURS = ("pytorch_lightning.", "lightning.", "dpexp.")
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 def refuse_other_sizes(module: nn.Module, plan: "PrivacyPlan") -> None:

@@ -42,9 +42,6 @@ class Performance:
     compile: bool | None = None
 
 
-_DEFAULT = Performance()
-
-
 class PrivateRound:
     """Carries out a plan's mechanisms on a module's gradients and on the metrics of its training step.
 
@@ -70,7 +67,7 @@ class PrivateRound:
         observe: bool = False,
         adaptive_state: AdaptiveState | None = None,
         processes: Processes | None = None,
-        performance: Performance = _DEFAULT,
+        performance: Performance = Performance(),
         data_memory: Memory | None = None,
     ) -> None:
         self.plan = self.current_plan = plan

@@ -29,7 +29,7 @@ from dpexp.privacy.normalization import (
     refuse_unreleased,
     spectral_norms,
 )
-from dpexp.privacy.physical_batch import first_batch
+from dpexp.privacy.physical_batch import CPU_BATCH, FIRST_ON_GPU
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -158,7 +158,7 @@ class PrivateTraining:
                 "model: torch.compile is not used in private rounds, which run a graph of the whole step; "
                 "trainer.compile (compile=True) compiles that graph."
             )
-        max_records = self.max_physical_batch_size or first_batch(device)
+        max_records = self.max_physical_batch_size or (FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH)
         with processes.fail_together():
             refusals.refuse_mixing_layers(module)
             refusals.refuse_not_finite(module)

@@ -24,7 +24,7 @@ from dpexp.privacy.gradients.norms import LARGEST, UNIT, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
-from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, check_clip_rule, unbounded_clip_factors
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, unbounded_clip_factors
 from dpexp.privacy.round import PrivateRound
 
 
@@ -88,10 +88,9 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 
 @pytest.mark.parametrize(
     ("clip", "mechanism", "grouping", "name"),
-    [(clip, *KINDS[(i + k) % 4], ("convolutions", "tied language model")[(i + k // 2) % 2])
-     for i, clip in enumerate(RULES) for k in (0, 3)],
+    [(clip, *KINDS[i], ("convolutions", "tied language model")[i % 2]) for i, clip in enumerate(RULES)],
     ids=lambda value: getattr(value, "name", value),
-)  # fmt: skip
+)
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
     module, batch = case(name)
     choices = {"clip_rule": clip} | of_kind(mechanism, grouping)
@@ -109,14 +108,6 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
     )
     assert any((x < 1).any() and (x > 1).any() for x in found.values())
     assert relative_error(sums, sums_apart(engine, cross_entropy, batch)) < 1e-9
-
-
-@named
-def test_float32_equals_one_record_at_a_time(clip):
-    module, batch = case("convolutions", torch.float32)
-    plan = own_plan(module, clip_rule=clip, clip_norm=clipping.FixedClipNorm(0.7))
-    engine = PrivateRound(plan, module, GaussianNoise())
-    assert relative_error(sums_of(engine, cross_entropy, batch), sums_apart(engine, cross_entropy, batch)) < 1e-5
 
 
 # No record contributes more than S
@@ -186,7 +177,7 @@ def test_a_record_longer_than_z_by_its_norms_margin_is_dropped():
     assert (clip_factors(clip, norms(v), number(S), torch.float64) > 0).tolist() == [False, False, True]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from(RULES + WRONG), st.data(),
     st.lists(st.lists(st.floats(width=32), min_size=3, max_size=3), min_size=2, max_size=5),
@@ -263,12 +254,6 @@ class Thawed:
         return S / x
 
 
-@pytest.mark.parametrize("clip", [lambda x, S: S / x, Abadi, Thawed(), clipping.FixedClipNorm(1.0)])
-def test_what_is_no_rule_is_refused(clip):
-    with pytest.raises(ConfigError, match="is no clip rule; give a frozen dataclass with a name"):
-        own_plan(nn.Linear(2, 2), clip_rule=clip)
-
-
 @pytest.mark.parametrize("make, value", [(Automatic, -1.0), (Psac, math.nan), (Global, "large")])
 def test_bad_values_are_refused(make, value):
     with pytest.raises(ConfigError, match=r"clip_rule\.(gamma|r|threshold)=.* must be a (finite )?number above 0"):
@@ -324,10 +309,19 @@ class Answering:
         return torch.stack([x, x])
 
 
-@pytest.mark.parametrize("rule, said", [(Asking(), "must accept a norm"), (Answering(), "one real number")])
-def test_rules_that_do_not_answer_are_refused_before_training(rule, said):
+NO_RULE = "is no clip rule; give a frozen dataclass with a name"
+
+
+@pytest.mark.parametrize(
+    "rule, said",
+    [
+        (lambda x, S: S / x, NO_RULE), (Abadi, NO_RULE), (Thawed(), NO_RULE), (clipping.FixedClipNorm(1.0), NO_RULE),
+        (Asking(), "must accept a norm"), (Answering(), "one real number"),
+    ],
+)  # fmt: skip
+def test_what_is_no_rule_is_refused(rule, said):
     with pytest.raises(ConfigError, match=said):
-        check_clip_rule(rule)
+        own_plan(nn.Linear(2, 2), clip_rule=rule)
 
 
 @dataclass(frozen=True)

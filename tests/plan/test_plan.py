@@ -108,8 +108,6 @@ def test_fixed_bounds():
     assert [g.S for g in plan(group=conv_fc(), clip_norm=FixedClipNorm(0.3)).groups] == [0.3] * 3
     given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
     assert [g.S for g in plan(group=conv_fc(), clip_norm=FixedClipNorm(given)).groups] == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"names the groups conv; the model has conv, fc, rest"):
-        plan(group=conv_fc(), clip_norm=FixedClipNorm({"conv": 1.0}))
 
 
 # Mechanisms
@@ -138,11 +136,6 @@ def test_section_2s_example():
 def test_joint_bound_lies_in_zero_to_root_k():
     assert plan(mechanism=Joint()).groups[0].S == 2.0
     assert plan(mechanism=Joint(clip_norm=2.0)).groups[0].S == 2.0
-    for S in (2.0001, 0.0, -1.0):
-        with pytest.raises(ConfigError, match=r"mechanism\.clip_norm"):
-            plan(mechanism=Joint(clip_norm=S))
-    with pytest.raises(ConfigError, match=r"mechanism\.clip_norm.*group conv"):
-        plan(group=conv_fc(), mechanism=Joint(clip_norm=[1.1, 1.0, 1.0]))
 
 
 def test_joint_scales_come_from_a_number_a_list_or_the_bound():
@@ -150,10 +143,6 @@ def test_joint_scales_come_from_a_number_a_list_or_the_bound():
     assert plan(mechanism=Joint(alpha=[1, 2, 3, 4])).groups[0].alphas == (1, 2, 3, 4)
     derived = plan(mechanism=Joint(), clip_norm=DimensionClipNorm(2.0)).groups[0]
     assert derived.alphas == pytest.approx([2 * math.sqrt(v.d / 407) for v in derived.vectors])
-    with pytest.raises(ConfigError, match="lists 2 numbers for 4 vectors"):
-        plan(mechanism=Joint(alpha=[1, 2]))
-    with pytest.raises(ConfigError, match=r"mechanism\.alpha\[1\]=-2"):
-        plan(mechanism=Joint(alpha=[1, -2, 3, 4]))
 
 
 # Allocation
@@ -201,18 +190,6 @@ def test_min_variance_has_the_least_noise(mechanism):
         weights = (weights / weights.sum()).tolist()
         assert variance(Weighted(dict(zip(("conv", "fc", "rest"), weights, strict=True)))) >= least * (1 - 1e-12)
     assert variance(Proportional()) > least
-
-
-def test_weights_must_add_up_to_one():
-    with pytest.raises(ConfigError, match=r"add up to 0\.9; they must add up to 1"):
-        plan(group=conv_fc(), allocation=Weighted({"conv": 0.3, "fc": 0.3, "rest": 0.3}))
-    with pytest.raises(ConfigError, match="names the groups conv"):
-        plan(group=conv_fc(), allocation=Weighted({"conv": 1.0}))
-
-
-def test_explicit_noise_contradicts_a_target():
-    with pytest.raises(ConfigError, match="allocation=explicit fixes the noise"):
-        plan(allocation=Explicit({"all": 1.0}))
 
 
 # The whole plan
@@ -265,6 +242,16 @@ def test_rounds_from_epochs_lose_no_step():
 @pytest.mark.parametrize(
     "choices, message",
     [
+        *(({"mechanism": Joint(clip_norm=S)}, r"mechanism\.clip_norm") for S in (2.0001, 0.0, -1.0)),
+        ({"group": conv_fc(), "mechanism": Joint(clip_norm=[1.1, 1.0, 1.0])}, r"mechanism\.clip_norm.*group conv"),
+        ({"mechanism": Joint(alpha=[1, 2])}, "lists 2 numbers for 4 vectors"),
+        ({"mechanism": Joint(alpha=[1, -2, 3, 4])}, r"mechanism\.alpha\[1\]=-2"),
+        (
+            {"group": conv_fc(), "allocation": Weighted(dict.fromkeys(("conv", "fc", "rest"), 0.3))},
+            r"add up to 0\.9; they must add up to 1",
+        ),
+        ({"group": conv_fc(), "allocation": Weighted({"conv": 1.0})}, "names the groups conv"),
+        ({"allocation": Explicit({"all": 1.0})}, "allocation=explicit fixes the noise"),
         ({"q": "0.2"}, r"sampling\.sampling_rate='0.2' must lie in"),
         ({"clip_norm": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
         ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),

@@ -135,17 +135,17 @@ def decorrelating(net, x, y):
 LOSSES = {
     "weighted": (
         lambda net, x, y: F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),
-        "passes class weights to cross_entropy.*Set data.class_weights, or call dpexp.weigh",
+        r"is given class weights \(cross_entropy\).*set data.class_weights, or call dpexp.weigh",
     ),
-    "weighted by hand": (by_hand_weighted, "depends on all of their labels.*Set data.class_weights"),
-    "dice": (dice, "no sum or mean of their losses, as with mixup, Dice"),
+    "weighted by hand": (by_hand_weighted, "no sum or mean of their losses.*set data.class_weights"),
+    "dice": (dice, "no sum or mean of their losses.*Dice over its places"),
     "smoothed by the batch": (
         lambda net, x, y: F.cross_entropy(net(x), 0.9 * hot(y) + 0.1 * hot(y).mean(0)),
-        "depends on all of their labels.*class frequencies",
+        "no sum or mean of their losses",
     ),
     "balanced by the batch": (
         lambda net, x, y: F.cross_entropy(net(x), y, 1 / (1 + hot(y).sum(0)), reduction="sum") / len(x),
-        "passes class weights to cross_entropy",
+        "is given class weights",
     ),
     "weighed as well": (
         lambda net, x, y: dpexp.weigh(0.5) or F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),

@@ -149,8 +149,9 @@ def test_a_list_of_losses_that_no_hook_reads_does_no_harm(tmp_path, kept):
     assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6) and module.losses == []
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "kept, hook", zip(KEPT, ["on_train_epoch_end", "on_validation_epoch_end", "on_train_batch_end"], strict=True)
+)
 def test_a_list_of_losses_that_a_hook_reads_is_refused(tmp_path, kept, hook):
     def look(self, *arguments):
         self.log("mean", sum(self.losses) / len(self.losses))
@@ -431,8 +432,7 @@ HELD = {  # a data set, and what a step holds of it
 }
 
 
-@pytest.mark.parametrize("buffer", [False, True])
-@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("held, buffer", [*((held, False) for held in HELD), ("all", True)])
 def test_a_step_that_holds_the_training_data_is_refused(tmp_path, held, buffer):
     data, part = HELD[held]
     loader = DataLoader(data, batch_size=2)

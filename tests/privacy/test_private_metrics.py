@@ -172,24 +172,19 @@ def test_values_of_another_dimension_are_refused(tmp_path):
         released(engine, tmp_path / "ledger", batch, loss_of)
 
 
-def test_a_metric_is_released_every_n_rounds(tmp_path):
-    model, batch = MODELS["traced"]().double(), data()
-    engine = PrivateRound(own_plan(model), model, GaussianNoise())
-    first = released(engine, tmp_path / "1", batch, lambda b: step(model, b), rounds=1)
-    assert ".value histogram" not in first and ".value loss" in first
-    assert ".value histogram" in released(engine, tmp_path / "2", batch, lambda b: step(model, b), rounds=2)
-
-
-SMALL = ("model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "tracking=none")
 ASKED = (
     "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.1}, "
     "train_accuracy: {clip_norm: 1, budget_share: 0.2, every_n_rounds: 2}}"
 )
 
 
-def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job, read_lines):
+def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job, read_lines, tmp_path, recwarn):
     """Read with json alone; ε is dp-accounting's of the same rounds."""
-    output = dpexp_job("group=per_layer", "model=mlp", ASKED, *SMALL[1:], "privacy.noise_multiplier=1.0")
+    output = dpexp_job(
+        "group=per_layer", "model=mlp", ASKED, "sampling.steps=4", "trainer.num_evaluations=0",
+        "privacy.noise_multiplier=1.0",
+    )  # fmt: skip
+    assert not [one for one in recwarn if "is dropped" in str(one.message)]
     lines = read_lines(output / "ledger.jsonl")
     specs = [line for line in lines if isinstance(line, dict) and "spec" in line]
     rounds = [line[1] for line in lines if isinstance(line, list)]
@@ -204,14 +199,8 @@ def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job,
         z = sum(ratios[spec["spec"]].values()) ** -0.5
         q = spec["sampling"]["q"]
         accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), times)
-    epsilon = result_of(output)["epsilon"]["pld"]
-    assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
-
-
-def test_a_run_shows_what_it_released(dpexp_job, tmp_path, recwarn):
-    output = dpexp_job(ASKED, *SMALL[:3], "privacy.noise_multiplier=1.0")
-    assert not [one for one in recwarn if "is dropped" in str(one.message)]
     result = result_of(output)
+    assert result["epsilon"]["pld"] == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
     assert set(result["released"]) == {"train_loss", "train_accuracy"}
     assert (output / "released.png").read_bytes().startswith(b"\x89PNG")
     client = store_of(tmp_path)

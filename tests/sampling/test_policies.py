@@ -9,7 +9,7 @@ from scipy.stats import binom, binomtest, chisquare
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.schedules import schedule
+from dpexp.privacy.plan.options import Schedules
 from dpexp.privacy.sampling.loader import RoundSampler
 from dpexp.privacy.sampling.policies import FixedSize, Poisson, Shuffle, TruncatedPoisson, make_policy
 
@@ -175,14 +175,14 @@ def test_policies_that_make_no_sense_are_refused(name, q, n, maximum, message):
     ],
 )
 def test_schedules(spec, expected):
-    plan = schedule(6, z=spec)
+    plan = Schedules(z=spec).over(6)
     assert [plan.at_round(t).z for t in range(6)] == pytest.approx(expected)
     assert [plan.at_round(t).q for t in range(6)] == [1] * 6
     assert sum(count for _, count in plan.segments(6)) == 6
 
 
 def test_a_long_ramp_is_a_staircase():
-    plan = schedule(10_000, q={"linear": [2, 1]})
+    plan = Schedules(q={"linear": [2, 1]}).over(10_000)
     assert len(list(plan.segments(10_000))) == 32
     assert plan.at_round(0).q == 2 and plan.at_round(9_999).q == 1
 

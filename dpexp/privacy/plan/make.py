@@ -84,7 +84,7 @@ def make_plan(
         target: the privacy target, for which z is calibrated; or z itself.
         clipping: by default `Clipping()`; allocation: `Proportional()`; noise: `Noise()`; schedules: `Schedules()`.
         private_metrics: values that are released in addition to gradients, by name (see
-            `dpexp.privacy.private_metrics.releases`).
+            `dpexp.privacy.private_metrics.metric_releases`).
         privacy_unit: by default `Example()`.
         adjacency: `add_remove`, `replace_one` or `replace_null`; by default the first that `sampling` covers.
         calibrate: what is solved for to meet the target: `noise_multiplier`; or, at the noise of the target's

@@ -12,7 +12,7 @@ from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.coverage import adjacencies, check_advantage, check_covered, check_delta, check_tpr
 from dpexp.accounting.ledger import ADJACENCIES
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
-from dpexp.privacy.plan.schedules import Schedule, schedule, segments
+from dpexp.privacy.plan.schedules import Schedule, segments
 from dpexp.privacy.sampling.policies import POLICIES, Policy, check_rate, make_policy, policy_class
 
 NOISES = ("gaussian", "banded")
@@ -234,7 +234,7 @@ class Schedules:
 
     def over(self, rounds: int) -> Schedule:
         """The schedule of so many rounds; raises ConfigError if a list does not have one number for each."""
-        return schedule(rounds, **self._specs)
+        return Schedule(**{name: segments(f"schedule.{name}", spec, rounds) for name, spec in self._specs.items()})
 
     def check(self, policy: str, calibrate: str) -> None:
         """Raises ConfigError: the schedules do not go with the sampling policy, or with what is calibrated."""

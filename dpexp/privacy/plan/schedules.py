@@ -43,21 +43,16 @@ class Schedule:
             yield start, end - start
 
 
-def schedule(rounds: int, **specs: Any) -> Schedule:
-    """Reads a configuration's `schedule` section.
+def segments(key: str, spec: Any, rounds: int) -> Segments:
+    """The segments of one schedule.
 
     Args:
-        specs: for z, q and S: null, a number, a list of T numbers, `{linear: [first, last]}` (in 32 steps) or
+        spec: null, a number, a list of T numbers, `{linear: [first, last]}` (in 32 steps) or
             `{step: {0: 1.0, 500: 0.5}}` (first round: multiplier).
 
     Raises:
         ConfigError: anything else, or a multiplier that is not a finite number above 0.
     """
-    return Schedule(**{name: segments(f"schedule.{name}", spec, rounds) for name, spec in specs.items()})
-
-
-def segments(key: str, spec: Any, rounds: int) -> Segments:
-    """The segments of one schedule."""
     if spec is None:
         return CONSTANT
     if isinstance(spec, int | float):
