@@ -34,7 +34,7 @@ FUNCTIONS = {
     "account": "dpexp.commands.account",
     "evaluate": "dpexp.commands.saved_jobs",
     "predict": "dpexp.commands.saved_jobs",
-    "schema": "dpexp.commands.schema",
+    "schema": "dpexp.commands.table_schema",
     "schema-of-options": "dpexp.commands.schema_of_options",
 }
 HELP = {"--help", "-h"}

@@ -1,1 +1,1 @@
-"""What a person runs: train, sweep, account, report."""
+"""Commands, and how a job is put together from its configuration."""

@@ -31,8 +31,9 @@ _MAX_MESSAGE = 10_000  # characters: a longer one would block the queue until it
 _SECONDS = 5.0  # that processes have to end by themselves after one of them has ended
 
 
-def number_of(cfg: DictConfig) -> int:
-    """The number of processes that a job trains in; a ConfigError if it does not support that."""
+def join_and_count(cfg: DictConfig) -> int:
+    """Joins the processes that a cluster has started, and returns how many a job trains in; a ConfigError if it does not
+    support that."""
     strategy, devices, nodes = cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes
     if strategy not in ("auto", "ddp"):
         classes = {"fsdp": "FSDPStrategy", "fsdp2": "ModelParallelStrategy", "deepspeed": "DeepSpeedStrategy"}
@@ -97,10 +98,10 @@ def _set_environment(rank: int, count: int, local_rank: int, address: str, port:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", 0)) if is_started() else 0
+    return int(os.environ.get("RANK", 0)) if is_one_of_several() else 0
 
 
-def is_started() -> bool:
+def is_one_of_several() -> bool:
     """Whether this is one of a job's processes, rather than the one that starts them."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 

@@ -30,7 +30,7 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
     homes = {type(part).__module__.partition(".")[0] for part in (module, *callbacks)}
     if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning", "lightning"}):
         return
-    known = [*module.METRICS] if cfg.train and isinstance(module, Classifier) else []
+    known = [*module.OBJECTIVES] if cfg.train and isinstance(module, Classifier) else []
     if any(isinstance(callback, LastWeights) for callback in callbacks):
         known += [f"{name}_unaveraged" for name in known]
     if cfg.privacy.enabled:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 # Files of a job's folder:
-WEIGHTS, CARD, MLFLOW_MODEL, RESERVED = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
+WEIGHTS, CARD, MLFLOW_MODEL, DISK_RESERVE = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
 CHECKPOINT = "last.ckpt"
 _MAY_DIFFER = ("checkpoint", "rounds", "tracking")  # sections in which a resumed job may differ
 
@@ -264,7 +264,7 @@ def save_model(
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
-    (output / RESERVED).unlink(missing_ok=True)
+    (output / DISK_RESERVE).unlink(missing_ok=True)
     save_weights(model, output / WEIGHTS, about)
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)

@@ -20,7 +20,7 @@ from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_led
 from dpexp.commands import build, processes
 from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.result import check_objective, measure, objective, released_values, result_of
-from dpexp.commands.saved_jobs import CARD, CHECKPOINT, RESERVED, bare, check_resumable, rounds_done, save_model
+from dpexp.commands.saved_jobs import CARD, CHECKPOINT, DISK_RESERVE, bare, check_resumable, rounds_done, save_model
 from dpexp.commands.trainer import callback_for, explained, trainer_for
 from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import check, reported, taken
@@ -42,15 +42,15 @@ if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking
 def run(cfg: DictConfig) -> float | None:
     """Runs the experiment and returns its objective (None if it has none).
 
-    The output folder gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration and `result.json`. A trial that
-    has finished in the sweep's folder is not run again.
+    The output folder gets `ledger.jsonl`, the configuration and `result.json`; if the job is tracked, also `plan.json`
+    and `epsilon.png`. A trial that has finished in the sweep's folder is not run again.
 
     Raises:
         ConfigError: before training, for any choice that cannot be honoured.
     """
     build.silence_lightning()
-    count = processes.number_of(cfg)
-    if count > 1 and not processes.is_started():
+    count = processes.join_and_count(cfg)
+    if count > 1 and not processes.is_one_of_several():
         return processes.start(run, cfg, count)
     processes.use_threads(cfg)
     with processes.connected(cfg, count):
@@ -151,7 +151,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
 
 def _check(cfg: DictConfig) -> None:
     """Does everything but the rounds: reads the data, plans, tries the step, and prints what the job will take."""
-    if not cfg.privacy.enabled or processes.number_of(cfg) > 1:
+    if not cfg.privacy.enabled or processes.join_and_count(cfg) > 1:
         raise ConfigError("check=true tries a private step in one process; leave check out.")
     with TemporaryDirectory() as folder:
         job = _make_job(cfg, Path(folder))
@@ -248,7 +248,7 @@ def _train(
         tracked.logger.rounds = lambda: trainer.global_step
     started = time.monotonic()
     try:
-        with reserve_disk_space(bare(module), output / RESERVED), explained(trainer):
+        with reserve_disk_space(bare(module), output / DISK_RESERVE), explained(trainer):
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     except (KeyboardInterrupt, SystemExit, OSError) as error:
         if not isinstance(error, OSError) or (privacy and privacy.ledger_opened):

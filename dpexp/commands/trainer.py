@@ -52,7 +52,7 @@ def trainer_for(
     cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path
 ) -> pl.Trainer:  # fmt: skip
     """A Trainer with the configured options and callbacks."""
-    options, count = _options(cfg), processes.number_of(cfg)
+    options, count = _options(cfg), processes.join_and_count(cfg)
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
     rounds = cfg.rounds
     per_epoch = max(1, round(policy.rounds_per_epoch))
@@ -145,7 +145,7 @@ def _placement(cfg: DictConfig, count: int) -> dict[str, Any]:
 
     Trials of a sweep take turns among several GPUs."""
     if count > 1:
-        started = processes.is_started()  # otherwise the job is only checked
+        started = processes.is_one_of_several()  # otherwise the job is only checked
         plugins = [environment("TorchElasticEnvironment")()] if started else None
         return {"plugins": plugins, "use_distributed_sampler": False}
     hydra = HydraConfig.get()

@@ -16,12 +16,12 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
-from dpexp.tracking.job_folder import RESERVED, RUN
+from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN
 
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "mechanism", "clip_rule", "allocation",
 )  # fmt: skip
-OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED)
+OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED_LEDGER)
 # Options of Lightning's Trainer that are refused -> what to give instead, or why
 _REFUSED = {
     ("max_epochs", "min_epochs", "max_steps", "min_steps"):

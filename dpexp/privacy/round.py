@@ -24,7 +24,7 @@ from dpexp.privacy.plan.groups import trainable
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.policies import Policy
-from dpexp.privacy.sampling.training_data import Memory
+from dpexp.privacy.training_memory import Memory
 
 _MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early
 

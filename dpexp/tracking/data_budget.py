@@ -37,7 +37,7 @@ from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import database, locked
-from dpexp.tracking.job_folder import RESERVED
+from dpexp.tracking.job_folder import RESERVED_LEDGER
 from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, cost_of_run, is_run_of, reserve, runs_on
 
 console = Console()
@@ -103,7 +103,7 @@ def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, ou
     check_same([*released, plan], f"data.id={data_id}: runs", "composed")
     cost = rho(plan, kept.order)
     worth = f"ε = {up(kept.gaussian(cost), 3)}"
-    first = ledger_so_far(output / RESERVED) if resumes else plan  # which was admitted, or would be
+    first = ledger_so_far(output / RESERVED_LEDGER) if resumes else plan  # which was admitted, or would be
     admitted = ""
     if kept.holds(rho(first, kept.order)):
         if kept.holds(used.spent + cost):

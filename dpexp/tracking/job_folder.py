@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from dpexp.errors import ConfigError
 
 RUN = "mlflow_run_id"
-RESERVED = "reserved_ledger.jsonl"  # the most that the job will have released at its end
+RESERVED_LEDGER = "reserved_ledger.jsonl"  # the most that the job will have released at its end
 CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 

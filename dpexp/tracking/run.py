@@ -37,7 +37,7 @@ from dpexp.tracking.client import (
     set_view,
 )
 from dpexp.tracking.data_budget import data_tags, reserved
-from dpexp.tracking.job_folder import RESERVED, RUN, exclusive
+from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN, exclusive
 from dpexp.tracking.provenance import (
     choices,
     params,
@@ -101,8 +101,8 @@ class TrackedRun:
                 earlier = _reopened(client, output) if cfg.checkpoint.resume else None
                 run = earlier or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=run_name(cfg))
                 (output / RUN).write_text(run.info.run_id)
-                if (output / RESERVED).exists():
-                    client.log_artifact(run.info.run_id, str(output / RESERVED))
+                if (output / RESERVED_LEDGER).exists():
+                    client.log_artifact(run.info.run_id, str(output / RESERVED_LEDGER))
                 for tag, value in {OUTPUT: str(output.resolve()), **data_tags(cfg)}.items():  # from now on it counts
                     client.set_tag(run.info.run_id, tag, value)
         except (MlflowException, OSError) as error:

@@ -25,7 +25,7 @@ from dpexp.accounting.ledger.reader import contents
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import OUTPUT
-from dpexp.tracking.job_folder import RESERVED, RUN, is_running
+from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN, is_running
 from dpexp.tracking.provenance import HOST
 from dpexp.tracking.read import existing, readable, search
 
@@ -68,9 +68,9 @@ class RunCost:
 
 def reserve(output: Path, ledger: Ledger) -> None:
     """Writes the most that a job may release into its folder, before its run is created."""
-    temporary = output / f"{RESERVED}.part"
+    temporary = output / f"{RESERVED_LEDGER}.part"
     write_ledger(temporary, ledger)
-    temporary.replace(output / RESERVED)
+    temporary.replace(output / RESERVED_LEDGER)
 
 
 def costs_in(uri: str, data_id: str) -> list[RunCost]:
@@ -201,7 +201,7 @@ def _as_reserved(known: RunCost, reservation: Callable[[], Ledger | None], reaso
 
 def _reservation_in(folder: Path) -> Ledger | None:
     try:
-        return ledger_so_far(folder / RESERVED)
+        return ledger_so_far(folder / RESERVED_LEDGER)
     except ConfigError:
         return None
 
@@ -209,6 +209,6 @@ def _reservation_in(folder: Path) -> Ledger | None:
 def _sent_reservation(client: MlflowClient, run_id: str) -> Ledger | None:
     """The reservation in the store. (A folder may be out of date: the run may have been resumed elsewhere.)"""
     with tempfile.TemporaryDirectory() as copied, suppress(MlflowException, OSError):
-        client.download_artifacts(run_id, RESERVED, copied)
+        client.download_artifacts(run_id, RESERVED_LEDGER, copied)
         return _reservation_in(Path(copied))
     return None

@@ -1,1 +1,1 @@
-"""What is trained: data, models and Lightning modules. Ordinary training code that knows nothing of privacy."""
+"""What is trained: data, models and Lightning modules. It neither samples, clips nor adds noise."""

@@ -98,7 +98,7 @@ class Classifier(pl.LightningModule):
             loss. In private training a record's clipped gradient is multiplied by its weight divided by the largest.
     """
 
-    METRICS: tuple[str, ...] = (
+    OBJECTIVES: tuple[str, ...] = (
         "test_loss",
         "test_accuracy",
         "test_balanced_accuracy",

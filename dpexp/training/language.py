@@ -73,7 +73,7 @@ class LanguageModel(Classifier):
     """Trains a causal language model of transformers, and measures its perplexity: exp of the mean loss of the test
     set's tokens, each record's first excepted."""
 
-    METRICS = ("test_loss", "test_perplexity")
+    OBJECTIVES = ("test_loss", "test_perplexity")
     _total, _tokens = 0.0, 0
 
     def metrics(self, stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:

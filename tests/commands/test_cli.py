@@ -18,7 +18,7 @@ from dpexp import config
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.build import data_of
 from dpexp.commands.command_line import as_overrides, compose, help, read_options
-from dpexp.commands.schema import Options, Source
+from dpexp.commands.table_schema import Options, Source
 from dpexp.errors import ConfigError
 
 SMALL = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0")

@@ -18,7 +18,7 @@ from dpexp.privacy.gradients import factors, lifted
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.step import LOOP, TRACED
-from dpexp.privacy.sampling.training_data import Memory
+from dpexp.privacy.training_memory import Memory
 
 N, S = 12, 0.1
 OF_N = {"n": 4 * N, "q": 0.25}  # samples of N records

@@ -36,7 +36,7 @@ from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 from dpexp.tracking.data_budget import budget_used, lock_of, reserved
-from dpexp.tracking.job_folder import RESERVED
+from dpexp.tracking.job_folder import RESERVED_LEDGER
 from dpexp.tracking.run_costs import costs_in
 
 __all__ = ["run_on", "store"]  # fixtures
@@ -131,7 +131,7 @@ def test_a_whole_plan_gives_nothing_back(run_on, ask, done, status, capsys):
     assert 0.495 < found["whole"] <= 0.5
     printed = " ".join(capsys.readouterr().out.split())
     assert "the first run's whole plan takes it" in printed and "overdrawn" not in printed
-    (output / RESERVED).unlink()  # without its plan, nobody knows how it was admitted
+    (output / RESERVED_LEDGER).unlink()  # without its plan, nobody knows how it was admitted
     (charge,) = run_on.charges()
     assert len(charge.ledger) == PLANNED
 
@@ -201,7 +201,7 @@ def test_what_a_kill_lost_is_done_again_where_the_budget_has_room(run_on, ask):
     z = plan_of(0.49)
     output = resumable(run_on, z, PLANNED, 7)
     ask(rounds(z, PLANNED + 1), output, resume=True)
-    assert len(read_ledger(output / RESERVED)) == PLANNED + 1
+    assert len(read_ledger(output / RESERVED_LEDGER)) == PLANNED + 1
     other = concatenate([rounds(z, PLANNED), rounds(2 * z, 1)])
     with pytest.raises(ConfigError, match="which its whole plan did not have"):
         ask(other, output, resume=True)
@@ -216,10 +216,10 @@ def test_a_job_that_the_filter_admitted_is_resumed_by_the_filter(run_on, ask):
         ask(rounds(60.0, most + 1), output, resume=True)
     ask(rounds(60.0, most), output, resume=True)
     run_on(z=60.0, count=1, planned=1)  # another takes some meanwhile
-    promised = (output / RESERVED).read_bytes()
+    promised = (output / RESERVED_LEDGER).read_bytes()
     with pytest.raises(ConfigError, match="is spent or reserved by 1 run"):
         ask(rounds(60.0, most), output, resume=True)
-    assert (output / RESERVED).read_bytes() == promised
+    assert (output / RESERVED_LEDGER).read_bytes() == promised
 
 
 # Jobs
@@ -319,7 +319,7 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     uri, kept = f"sqlite:///{tmp_path}/outputs/mlflow.db", budget({"epsilon": 4, "delta": 1e-5})
     (crashed,) = costs_in(uri, "digits")
     assert len(crashed.ledger) == 3 and "ends early" in crashed.note
-    promised = read_ledger(folder / RESERVED)
+    promised = read_ledger(folder / RESERVED_LEDGER)
     assert len(promised) == 4 and rho(promised, kept.order) > rho(crashed.ledger, kept.order)
     # The second round was written and not finished, so that a resumed job does it again: three more, five in all.
     backup = tmp_path / "backup"
@@ -331,7 +331,7 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     may_change = {"dpexp.pid", "mlflow.note.content", *(t for t in run.data.tags if "resumed" in t)}
     changed = {tag for tag, _ in run.data.tags.items() ^ began.data.tags.items()} - may_change
     assert not changed and run.data.tags["dpexp.resumed.command"] == f"dpexp resume {folder}"
-    assert len(read_ledger(folder / RESERVED)) == 5
+    assert len(read_ledger(folder / RESERVED_LEDGER)) == 5
     (resumed,) = costs_in(uri, "digits")
     assert len(resumed.ledger) == 5 and not resumed.note
     # The folder is put back to before: what its job has done meanwhile would count nowhere.

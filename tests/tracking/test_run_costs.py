@@ -21,7 +21,7 @@ from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import open_store
 from dpexp.tracking.data_budget import budget_used
-from dpexp.tracking.job_folder import RESERVED, RUN, is_running
+from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN, is_running
 from dpexp.tracking.provenance import HOST
 from dpexp.tracking.run_costs import BUDGET, costs_in, distinct_runs, reserve
 
@@ -64,7 +64,7 @@ def run_on(store, request):
         client.set_tag(run.info.run_id, "dpexp.output", str(output))
         (output / RUN).write_text(run.info.run_id)
         reserve(output, rounds(z, planned, adjacency))
-        client.log_artifact(run.info.run_id, str(output / RESERVED))
+        client.log_artifact(run.info.run_id, str(output / RESERVED_LEDGER))
         if count is not None:
             written(output / "ledger.jsonl", z, count, adjacency)
         if status != "RUNNING":
@@ -104,7 +104,7 @@ def killed_ledger(output, lines=None):
 
 
 def sent_reservation(store, output):
-    return store[3] / "artifacts" / output.name / "artifacts" / RESERVED
+    return store[3] / "artifacts" / output.name / "artifacts" / RESERVED_LEDGER
 
 
 def test_runs_that_closed_their_ledgers_count_as_them_however_they_ended(run_on, store):
@@ -142,7 +142,7 @@ def test_a_killed_run_may_have_been_in_any_kind_of_round_that_its_plan_has_left(
         ([rounds(5.0, 3)], [rounds(5.0, 3)]),  # it costs no more than its reservation
     ):
         reserve(output, concatenate(planned))
-        store[1].log_artifact(output.name, str(output / RESERVED))
+        store[1].log_artifact(output.name, str(output / RESERVED_LEDGER))
         (charge,) = run_on.charges()
         assert charge.ledger.rounds == concatenate(counted).rounds
 

@@ -20,7 +20,7 @@ from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import predict
-from dpexp.commands.schema import schema
+from dpexp.commands.table_schema import schema
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import _metrics_of_all
 from dpexp.training.data import Table

@@ -25,8 +25,8 @@ from dpexp.privacy.gradients.one_record import OneRecord, difference, trace_one
 from dpexp.privacy.gradients.operators import NotTraceable
 from dpexp.privacy.gradients.per_example import NO_GRADIENT, signals_deferred
 from dpexp.privacy.noise.randomness import own_state
-from dpexp.privacy.sampling.training_data import Memory
 from dpexp.privacy.state_checks import digest_as_integer
+from dpexp.privacy.training_memory import Memory
 
 TRACED, LOOP = "traced", "one at a time"
 _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)

@@ -36,7 +36,7 @@ from dpexp.privacy.sampling.fetching import (
 from dpexp.privacy.sampling.padding import PaddedCollation
 from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Units
-from dpexp.privacy.sampling.training_data import Memory, tensors_of
+from dpexp.privacy.training_memory import Memory, tensors_of
 
 _COMPARED = 16  # records whose shapes are compared
 _EXAMPLES = 64  # records to try, until one can be fetched and has a loss
