@@ -32,8 +32,11 @@ _SECONDS = 5.0  # that processes have to end by themselves after one of them has
 
 
 def join_and_count(cfg: DictConfig) -> int:
-    """Joins the processes that a cluster has started, and returns how many a job trains in; a ConfigError if it does not
-    support that."""
+    """Joins the processes that a cluster has started, and returns how many there are for a job.
+
+    Raises:
+        ConfigError: they are not supported.
+    """
     strategy, devices, nodes = cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes
     if strategy not in ("auto", "ddp"):
         classes = {"fsdp": "FSDPStrategy", "fsdp2": "ModelParallelStrategy", "deepspeed": "DeepSpeedStrategy"}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from jobs import result_of
 from plans import plan_of
-from test_isolation import CLASSES, Items, Model, rows, trained
+from test_isolation import CLASSES, Model, rows, trained
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
@@ -184,37 +184,6 @@ def test_a_loss_that_means_another_thing_is_told(name, validated, tmp_path, monk
 def test_a_loss_that_compares_records_is_refused(loss, validated, tmp_path):
     with pytest.raises(ConfigError, match="the loss of a single record has no gradient, as with contrastive losses"):
         trained(tmp_path, module_with(loss, validated), rows(5))
-
-
-def mixup(items):
-    x, y = default_collate(items)
-    k, part = torch.randperm(len(x)), torch.rand(()).double()
-    return part * x + (1 - part) * x[k], part * hot(y) + (1 - part) * hot(y[k])
-
-
-def smoothed(items):
-    x, y = default_collate(items)
-    return x, 0.9 * hot(y) + 0.1 * hot(y).mean(0)
-
-
-def noisy(items):
-    x, y = default_collate(items)
-    return x + torch.randn_like(x), y
-
-
-def padded(items):
-    most = max(len(x) for x, _ in items)
-    return torch.stack([F.pad(x, (0, most - len(x))) for x, _ in items]), torch.stack([y for _, y in items])
-
-
-@pytest.mark.parametrize("collate, mixes", [(mixup, True), (smoothed, True), (noisy, False), (padded, False)])
-def test_a_collation_that_mixes_records_is_told_and_no_other(collate, mixes, tmp_path, monkeypatch):
-    loss = lambda net, x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    loader = DataLoader(Items(rows(5)), batch_size=2, collate_fn=collate)
-    found = said(tmp_path, module_with(loss), loader, monkeypatch)
-    assert [f"the collate_fn {collate.__name__} changes a record depending on others" in one for one in found] == [
-        True
-    ] * mixes
 
 
 # data.class_weights
