@@ -80,7 +80,6 @@ def _as_batch(chunk: Chunk) -> Any:
 
 def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
     """Measures the seconds of a round, and says how long the job takes."""
-    assert step.synthetic is not None
     trained = [p for p in module.parameters() if p.requires_grad]
     sums = [(torch.zeros_like(p, memory_format=torch.contiguous_format, dtype=torch.float32), 0.0) for p in trained]
     records = step.synthetic.records(chunk, max(2, round(step.compiling.sample_size)), 0)
@@ -151,8 +150,6 @@ def _check_loss_of_a_batch(
     If it is a sum, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0 for any records.
     `weighed`: a loss function that was called with class weights.
     """
-    if step.synthetic is None:
-        return
     others = replace(step.synthetic, floats="normal", public=None)  # with different labels
     mixes = any(_mixes(one, chunk, module, device) for one in (step.synthetic, others))
     if not (mixes or weighed):

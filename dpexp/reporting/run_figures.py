@@ -43,7 +43,8 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
 def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     """One line per accountant, on a logarithmic scale if they differ much."""
     for name, values in curves.items():
-        axes.plot(x, values, label=accountant_label(name), linestyle="--" if not is_bound(name) else "-")
+        label, line = (name, "-") if is_bound(name) else (f"{name} (approximation, no bound)", "--")
+        axes.plot(x, values, label=label, linestyle=line)
     ends = [values[-1] for values in curves.values() if len(values)]
     axes.margins(y=0.1)
     if ends and max(ends) > 5 * min(ends) > 0:
@@ -53,11 +54,6 @@ def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]])
     axes.grid(alpha=0.3)
     if curves:
         axes.legend(title="accountant", fontsize="small")
-
-
-def accountant_label(accountant: str) -> str:
-    """The accountant, marked if it is an approximation."""
-    return f"{accountant} (approximation, no bound)" if not is_bound(accountant) else accountant
 
 
 def _first(ledger: Ledger, count: int) -> Ledger:

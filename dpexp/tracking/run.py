@@ -105,17 +105,17 @@ class TrackedRun:
                     client.log_artifact(run.info.run_id, str(output / RESERVED_LEDGER))
                 for tag, value in {OUTPUT: str(output.resolve()), **data_tags(cfg)}.items():  # from now on it counts
                     client.set_tag(run.info.run_id, tag, value)
+            set_view(client, experiment_id)
+            source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
+            dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
+            client.log_inputs(run.info.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
         except (MlflowException, OSError) as error:
             raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
         self.resumed = earlier is not None
         self.run_id: str = run.info.run_id
-        set_view(client, experiment_id)
         self.address = address(uri, experiment_id)
         self._sender = Sender(client, self.run_id)
         self.logger = _MetricsLogger(self._sender)
-        source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
-        dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
-        client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def _send_files(self, *names: str) -> None:
         """Sends those of the job's files that exist."""

@@ -19,10 +19,9 @@ from dpexp.reporting.comparisons import Best, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
 from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, constants, end_dead_runs, open_store, set_view
 from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume, valid_name
-from dpexp.tracking.read import downloaded_run, trials
+from dpexp.tracking.read import downloaded_run, search, trials
 
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
-_MAX_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class SweepRun:
         """
         ledgers, missing, not_private = {}, [], []
         children = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
-        for run in self._client.search_runs([self._experiment], children, ViewType.ALL, _MAX_TRIALS):
+        for run in search(self._client, [self._experiment], children, ViewType.ALL):
             folder, private = run.data.tags.get(OUTPUT), run.data.tags.get("dpexp.private", "")
             trains = run.data.params.get("train", "True") == "True"
             if folder is None or not trains or private.startswith("no: trained without"):

@@ -53,7 +53,7 @@ class Compiled:
     and buffers. An error says why it cannot be; for example, there is no C++ compiler. `progress(done, stages)` is
     called before each stage."""
 
-    def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor], num_state: int, *progress: Progress) -> None:
+    def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor], num_state: int, progress: Progress) -> None:
         run = fx.GraphModule(run, copy.deepcopy(run.graph))  # with the same constants
         self._constants = _constants_as_inputs(run)
         with no_torch_functions():
@@ -69,7 +69,7 @@ class Compiled:
             self._stages = split_module(pure, pure, stages.__getitem__)
             compiler = _StageCompiler(self._stages)
             count = len([*self._stages.children()])
-            compiler.before = lambda stage: [say(int(stage.rpartition("_")[2]), count) for say in progress]
+            compiler.before = lambda stage: progress(int(stage.rpartition("_")[2]), count)
             compiler.run(*inputs, *self._constants)
         self._stages.recompile()
         self._layouts = [*map(_layout, inputs)]

@@ -66,9 +66,9 @@ class Graph:
         with torch.no_grad(), full_precision(device):
             return dict(zip(self.outputs, run(*inputs), strict=True))
 
-    def compile(self, inputs: Sequence[Tensor], device: torch.device, *progress: Progress) -> "Graph":
+    def compile(self, inputs: Sequence[Tensor], device: torch.device, progress: Progress) -> "Graph":
         with torch.no_grad(), full_precision(device):
-            return replace(self, compiled=Compiled(self.run, inputs, self.num_state, *progress))
+            return replace(self, compiled=Compiled(self.run, inputs, self.num_state, progress))
 
 
 def trace(

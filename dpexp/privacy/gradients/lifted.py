@@ -20,7 +20,7 @@ from dpexp._torch_compat import (
 from dpexp.privacy.gradients.factors import shape_of, uses_of
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.one_record import OneRecord
-from dpexp.privacy.gradients.operators import NotTraceable, is_random
+from dpexp.privacy.gradients.operators import NotTraceable, dependents
 from dpexp.privacy.gradients.per_example import ChunkGradients
 
 aten = torch.ops.aten
@@ -39,8 +39,9 @@ class Lifted:
     def __init__(self, one: OneRecord) -> None:
         self.inputs, self.draws, self._values = one.inputs, one.draws, one.values
         graph, num_state = fx.Graph(), len(one.inputs.names())
-        (returned,) = _copied(one.graph.graph, graph)
-        of_records = _of_records(graph, num_state)
+        returned: Any = graph.graph_copy(one.graph.graph, {})
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        of_records = dependents(graph, inputs[num_state:])
         _draw_for_each(graph, of_records)
         _check_rules(of_records)
         self.smallest_range, in_range = _check_ranges(graph, of_records)
@@ -103,26 +104,6 @@ def _module(one: OneRecord, graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.G
     some.output([copies[node] for node in outputs])
     some.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     return fx.GraphModule(one.graph, some)
-
-
-def _copied(graph: fx.Graph, into: fx.Graph) -> list[list[fx.Node]]:
-    """Copies a graph but for its output, whose arguments are returned."""
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            return [[copies[of] for of in node.args[0]]]
-        copies[node] = into.node_copy(node, copies.__getitem__)
-    raise AssertionError("a graph has an output")
-
-
-def _of_records(graph: fx.Graph, num_state: int) -> set[fx.Node]:
-    """The nodes that depend on the record, or on random numbers, which are drawn for each record."""
-    found: set[fx.Node] = set()
-    for k, node in enumerate(graph.nodes):
-        random = is_random(node)
-        if (node.op == "placeholder" and k >= num_state) or random or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 # Random operators that ignore their first argument's entries, and draw once if all records share it.

@@ -41,6 +41,7 @@ from dpexp.privacy.gradients.operators import (
     NotTraceable,
     check_operators,
     check_writes,
+    dependents,
     drop_copies,
     is_random,
     simplify,
@@ -302,10 +303,7 @@ class _Tracing:
 def _depend_on_inputs(graph: fx.Graph, names: list[str]) -> list[str]:
     """Takes the last outputs, of these names, from a graph; returns those that depend on an input or on random numbers,
     others being caches, which are computed in the graph."""
-    of_inputs: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" or is_random(node) or not of_inputs.isdisjoint(node.all_input_nodes):
-            of_inputs.add(node)
+    of_inputs = dependents(graph, [node for node in graph.nodes if node.op == "placeholder"])
     (outputs,) = inputs_of(graph.output_node())
     count = len(outputs) - len(names)
     graph.output_node().args = (outputs[:count],)

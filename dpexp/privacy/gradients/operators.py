@@ -28,6 +28,15 @@ def is_random(node: fx.Node) -> bool:
     return not (_name(node).startswith("_scaled_dot_product") and inputs_of(node)[3:4] in ((), (0.0,)))
 
 
+def dependents(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """The inputs, random operators, and the nodes that depend on them."""
+    found = {*inputs}
+    for node in graph.nodes:
+        if is_random(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def check_operators(graph: fx.GraphModule) -> None:
     """Raises NotTraceable: an operator may keep state, communicate, or raise an error for some records."""
     for node in graph.graph.nodes:
@@ -46,15 +55,15 @@ def check_operators(graph: fx.GraphModule) -> None:
             )
 
 
-def check_writes(graph: fx.GraphModule, names: list[str]) -> set[fx.Node]:
-    """The tensors that are written to, through views; raises NotTraceable if the graph did not make one.
+def check_writes(graph: fx.GraphModule, names: list[str]) -> bool:
+    """Whether tensors are written to, through views; raises NotTraceable if the graph did not make one.
 
     Args:
         names: of the first inputs, which are parameters and buffers.
     """
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     origin: dict[fx.Node, fx.Node] = {}
-    written = set()
+    writes = False
     for node in graph.graph.nodes:
         origin[node] = node
         if node.op != "call_function":
@@ -74,14 +83,14 @@ def check_writes(graph: fx.GraphModule, names: list[str]) -> set[fx.Node]:
                 origin[node] = origin[tensor]
                 if not argument.alias_info.is_write:
                     continue
-                written.add(origin[tensor])
+                writes = True
                 if origin[tensor].op in ("placeholder", "get_attr"):
                     of_module = dict(zip(inputs, names, strict=False))
                     if origin[tensor] in of_module:
                         what = f"{of_module[origin[tensor]]} is changed inside training_step"
                         raise ConfigError(KEEPS_STATE.format(what=what))
                     raise NotTraceable(f"it writes to a constant in place ({_name(node)})")
-    return written
+    return writes
 
 
 def _is_view_of_all(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
