@@ -134,6 +134,10 @@ class Target:
                     "allocation=explicit fixes the noise itself; set privacy.noise_multiplier=null, and a target only "
                     "if something else is calibrated."
                 )
+            if not self.given and calibrate != "noise_multiplier":
+                raise ConfigError(
+                    f"calibrate={calibrate} solves for a target, and none is given; give privacy.epsilon."
+                )
         elif calibrate == "noise_multiplier":
             exactly_one(
                 "privacy", epsilon=self.epsilon, noise_multiplier=self.noise_multiplier,
