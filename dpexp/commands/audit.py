@@ -35,12 +35,9 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     """
     cfg, folder = copy.deepcopy(cfg), output / FOLDER
     folder.mkdir(exist_ok=True)
-    cfg.callbacks, cfg.checkpoint.every_n_rounds, cfg.checkpoint.resume, cfg.trainer.num_evaluations = (
-        {},
-        None,
-        False,
-        0,
-    )
+    cfg.callbacks = {}
+    cfg.checkpoint.update(every_n_rounds=None, resume=False)
+    cfg.trainer.num_evaluations = 0
     seed = cfg.privacy.noise_seed
     coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
     level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 5)

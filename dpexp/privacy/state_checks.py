@@ -56,10 +56,10 @@ def digest(tensor: Tensor) -> bytes:
 
 
 def differ(some: Sequence[Tensor], other: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
-    """Whether tensors differ in any bit; on a GPU, whose kernels add up in another order each time, by more than that.
+    """Whether tensors differ in any bit; on a GPU, by more than rounding, since its kernels add in varying order.
 
     Args:
-        again: what made `some`, made once more.
+        again: `some`, computed a second time from the same random state.
     """
     if len(some) != len(other):
         return True
@@ -74,8 +74,12 @@ _ROUNDING, _MAX_ROUNDING = 1e-5, 1e-2  # relative; the latter in half precision
 
 
 def is_rounding(some: Tensor, other: Tensor, again: Tensor, total: float) -> bool:
-    """Whether two tensors differ by at most ten times as much as two runs of the same, `some` and `again`, and 1e-5 of
-    `total`, the norm of all tensors."""
+    """Whether ‖some - other‖ is at most 10 ‖some - again‖ plus 1e-5 `total`.
+
+    Args:
+        again: `some`, computed a second time.
+        total: the norm of all tensors together. The first term counts up to 1e-2 of it.
+    """
     shown = min(10 * _distance(some, again), _MAX_ROUNDING * total)
     return _distance(some, other) <= shown + _ROUNDING * total < math.inf
 

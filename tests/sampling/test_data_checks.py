@@ -68,10 +68,16 @@ def scaled_by_the_first(data, index, x):
 STATEFUL = [running_mean, counter, shuffled, from_the_tenth_on, one_buffer, scaled_by_the_first]
 
 
+def refusal_of(loader, units=None):
+    """The sentence that refuses a loader's data; None: it passes."""
+    try:
+        return refuse_state(loader, units)
+    except ConfigError as refused:
+        return str(refused)
+
+
 def assert_refused(loader, who, units=None):
-    with pytest.raises(ConfigError) as raised:
-        refuse_state(loader, units)
-    said = str(raised.value)
+    said = refusal_of(loader, units)
     assert said.startswith(f"data: {who} gave a record another value after other records were fetched, so")
     assert said.endswith(f"{WAY_OUT}.")
 
@@ -184,7 +190,7 @@ HONEST = {
 @pytest.mark.parametrize("what, workers", [*((what, 0) for what in HONEST), ("random augmentation", 2)])
 def test_honest_data_pass(what, workers):
     data, collate = HONEST[what]
-    refuse_state(DataLoader(data, 2, collate_fn=collate, num_workers=workers), None)
+    assert refusal_of(DataLoader(data, 2, collate_fn=collate, num_workers=workers)) is None
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,10 @@ _MAX_DEPTH, _MAX_ENTRIES = 4, 1000
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module and its layers hold beside the values of parameters and buffers, by dotted name.
+    """The attributes of a module and its layers by dotted name, without the values of parameters and buffers.
 
-    Containers and plain objects are entered, and the number of entries is told. Metrics are left out.
+    The entries of containers and the attributes of the user's objects are included, and the length of each container.
+    Metrics are left out.
     """
     found: dict[str, Any] = {}
     for name, layer in module.named_modules():
