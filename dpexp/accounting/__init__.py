@@ -1,4 +1,4 @@
-"""What it cost: the ledger of what happened, the accountants that read it, calibration.
+"""Privacy costs: ledgers of rounds, done or planned; the accountants that read them; calibration; audits; budgets.
 
-Knows nothing of training: no torch, lightning, hydra or mlflow may be imported here.
+Imports nothing of training: no torch, lightning, hydra or mlflow may be imported here.
 """

@@ -2,9 +2,9 @@
 
 *Rényi filter* (Feldman & Zrnic 2021, arXiv 2008.11193, theorem 3.1): fix an order α and a limit B. If round t is
 (α, ρ_t)-Rényi DP, where ρ_t may depend on all earlier results, and Σ ρ_t ≤ B always, then all rounds together are
-(α, B)-Rényi DP. It is applied round by round, so that runs may overlap, end early or be abandoned because of their
-results. A budget (ε, δ) is converted to B at one order that is fixed with it; the best order afterwards would depend
-on the results.
+(α, B)-Rényi DP. The rounds need not be planned together, so that runs may overlap, end early or be abandoned because
+of their results; a run is admitted before its first round, with all that it plans. A budget (ε, δ) is converted to B
+at one order that is fixed with it; the best order afterwards would depend on the results.
 
 *Private selection* (Papernot & Steinke 2022, arXiv 2110.03620): releasing only the best of K trials. K is drawn from a
 truncated negative binomial distribution with a given mean and shape η (η = 1: geometric; η = 0: logarithmic), or from a

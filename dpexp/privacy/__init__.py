@@ -1,1 +1,2 @@
-"""What is released and how: groups, bounds, mechanisms, allocation, sampling, the gradient engine, the callback."""
+"""What is released and how: rounds, their mechanisms and other releases, run by `PrivacyCallback` or `Private`; what is
+refused; audits. Folders: plan, sampling, gradients, noise."""

@@ -58,7 +58,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             self._logged, self._validated = set(), set()
             refuse_mixed("trainer", trainer)
             refusals.refuse_callbacks(trainer)
-            steps = refusals.check_length(trainer, self.plan)
+            steps = refusals.rounds_to_train(trainer, self.plan)
             self._until_closed.enter_context(patch.object(type(trainer), "estimated_stepping_batches", steps))
             disable_gradient_averaging(trainer, pl_module)
             self._replace_step(trainer, pl_module)

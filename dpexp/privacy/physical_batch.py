@@ -1,4 +1,4 @@
-"""The default physical batch size: fixed on a CPU, and on a GPU the largest power of two that fits into memory.
+"""The physical batch size `auto`: fixed on a CPU, and on a GPU the largest power of two that fits into memory.
 
 It is found before the first round's sample is processed, with copies of one record of the validation set, which is
 public.

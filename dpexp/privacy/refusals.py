@@ -1,4 +1,4 @@
-"""Refuses models, trainers and optimizers that cannot be trained privately, before training."""
+"""Refuses models, trainers and optimizers that cannot be trained privately, before the first release."""
 
 import dis
 import math
@@ -117,7 +117,7 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         )
 
 
-def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
+def rounds_to_train(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
     """The number of rounds that the Trainer will train. Refuses max_epochs below the plan's rounds."""
     rounds, epochs = plan.rounds, math.ceil(plan.rounds / plan.sampling.rounds_per_epoch - 1e-9)
     if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs and not trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One private round: sums clipped gradients over the chunks of a sample, then releases the sums with noise."""
+"""The engine of all rounds: sums clipped gradients over the chunks of a sample, then releases the sums with noise."""
 
 import math
 import warnings

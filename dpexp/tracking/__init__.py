@@ -1,4 +1,5 @@
-"""MLflow runs of jobs and sweeps, and the privacy budget of a data set. No other folder imports MLflow."""
+"""MLflow runs of jobs and sweeps, the budget of a data set, and the files of a job's folder, which untracked jobs have,
+too. No other folder imports MLflow."""
 
 import os
 

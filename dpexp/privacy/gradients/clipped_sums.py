@@ -1,4 +1,4 @@
-"""Clips and sums the vectors of a chunk for all groups of a plan, and the counts for adaptive clip norms."""
+"""Clips and sums the vectors of a chunk by the `GroupMechanism` of each group, and counts for adaptive clip norms."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A throwaway copy of a module, on which its training step is traced, and what the step leaves in it.
+"""A throwaway copy of a module, on which its training step is traced or runs for one record, and what it leaves there.
 
 Its Trainer is frozen: it has the numbers of the moment when the copy was made.
 """

@@ -50,7 +50,8 @@ class Step:
     """The training step of a job, applied to records.
 
     Args:
-        alone: processes the records of a step that is not traced, and has the parameters and values.
+        alone: processes records one at a time, if the step is not traced and in the dry run; it has the parameters and
+            values.
         clip: clips and sums gradients.
         usual: rows of a chunk of the usual size.
         sizes: of samples.

@@ -1,4 +1,4 @@
-"""The privacy plan: made before training, immutable, and all that the callback executes."""
+"""The privacy plan: made before training, and all that training executes. It is not changed; an audit makes others."""
 
 import math
 from collections import Counter

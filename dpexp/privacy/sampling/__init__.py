@@ -1,1 +1,1 @@
-"""The records of each round: which are sampled, and how they are loaded."""
+"""The records of each round and of preprocessing: which are sampled, and how they are loaded and put together."""
