@@ -48,10 +48,10 @@ class MinVariance:
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         sizes = {
-            name: sum(a * a * v.d for a, v in zip(clipping[name].scales, vectors, strict=True))
+            name: sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True))
             for name, vectors in groups.items()
         }
-        return _normalised({name: clipping[name].clip_norm * math.sqrt(size) for name, size in sizes.items()})
+        return _normalised({name: clipping[name].S * math.sqrt(size) for name, size in sizes.items()})
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Explicit:
     def _squares(self, clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         check_names("allocation.sigma", self.sigma, clipping)
         return {
-            name: (c.clip_norm / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2
-            for name, c in clipping.items()
+            name: (c.S / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2 for name, c in clipping.items()
         }
 
 
