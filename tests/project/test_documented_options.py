@@ -75,7 +75,8 @@ def schema():
         "schedule": {key: {"linear": None, "step": any_name} for key in "zqS"},
         "data": {"test_hash": dict.fromkeys(("column", "fraction"))},
         "group": {"groups": {"*": dict.fromkeys(("layers", "parameters", "rest"))}},
-        "clip_norm": {"initial": any_name}, "allocation": {"weights": any_name, "sigma": any_name},
+        "clip_norm": {"initial": any_name},
+        "allocation": dict.fromkeys(("weights", "sigma", "sigma_of_average"), any_name),
         "trainer": dict.fromkeys((*inspect.signature(pl.Trainer).parameters, *dir(pl.Trainer))),
     })  # fmt: skip
     return names, options
