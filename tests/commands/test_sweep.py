@@ -214,7 +214,7 @@ def test_what_is_solved_is_shown_in_place_of_what_was_given(dpexp_job, store, ca
     few, many = (run.data for run in sorted(store.trials(), key=lambda run: run.data.params["privacy.epsilon"]))
     q = [float(run.params["plan.q"]) for run in (few, many)]
     assert 0 < q[1] < q[0] < 0.2 and [f"{one:.4g}" for one in q] == re.findall(r"sampling_rate (\S+)", printed)
-    assert "sampling.expected_batch_size" not in few.params and few.params["allocation.sigma_of_average"] == "0.01"
+    assert "sampling.expected_batch_size" not in few.params and few.params["allocation.sigma_of_average"] == "0.02"
     assert {"knob_by_privacy.epsilon.png", "trials.csv"} <= store.files(store.parents()[0])
 
     by_z = ("calibrate=sampling_rate", "privacy.noise_multiplier=2", "sampling.sampling_rate=0.1", "sampling.epochs=8")
