@@ -60,11 +60,8 @@ def fixed(value: float) -> str:
     return f"clip_norm=fixed clip_norm.value={value:g}"
 
 
-def adaptive(initial: float = 1.0, quantile: float = 0.5, rate: float = 0.2) -> str:
-    return (
-        f"clip_norm=adaptive clip_norm.initial={initial:g} clip_norm.target_quantile={quantile:g} "
-        f"clip_norm.learning_rate={rate:g}"
-    )
+def adaptive(initial: float = 1.0, quantile: float = 0.5, rate: float = 0.2, of: str = "clip_norm") -> str:
+    return f"{of}=adaptive {of}.initial={initial:g} {of}.target_quantile={quantile:g} {of}.learning_rate={rate:g}"
 
 
 def transfer(private: str, public: str) -> Comparison:
@@ -121,9 +118,9 @@ COMPARISONS = {
         {
             "separate, S in all 1": "mechanism=separate clip_norm=uniform",
             "separate, learnt": f"mechanism=separate {adaptive()}",
-            "joint, by dimension": "mechanism=joint clip_norm=dimension",
-            "joint, learnt": f"mechanism=joint {adaptive()}",
-            "joint, learnt, quantile 0.2": f"mechanism=joint {adaptive(quantile=0.2)}",
+            "joint, by dimension": "mechanism=joint alpha=dimension",
+            "joint, learnt": f"mechanism=joint {adaptive(of='alpha')}",
+            "joint, learnt, quantile 0.2": f"mechanism=joint {adaptive(quantile=0.2, of='alpha')}",
         },
         {
             f"{model}, {group}": f"model={model} group={group}"

@@ -5,15 +5,13 @@ python -m dpexp -m privacy.enabled=false 'seed=range(3)'
 python benchmarks/digits_table.py
 """
 
-from itertools import product
 from pathlib import Path
 
 import mlflow
 from matplotlib.figure import Figure
 
 GROUPS = ("flat", "per_layer", "conv_fc")
-CLIP_NORMS = ("uniform", "dimension")
-MECHANISMS = ("separate", "joint")
+ALPHAS = {"uniform": "separate", "dimension": "joint, α by dimension", "adaptive": "joint, learnt α"}
 TARGETS = ("2.0", "8.0")
 
 
@@ -25,28 +23,27 @@ def main() -> None:
     accuracy = runs["metrics.test_accuracy"]
     twin = accuracy[runs["params.privacy.enabled"] == "False"]
     print(f"Non-private: {twin.mean():.1%} ± {twin.std():.1%} ({len(twin)} seeds)\n")
-    columns = [(target, mechanism) for target in TARGETS for mechanism in MECHANISMS]
-    print("| `group` | `clip_norm` | " + " | ".join(f"ε = {float(t):g}, `{m}`" for t, m in columns) + " |")
-    print("|---|---|" + "---|" * len(columns))
+    columns = [(target, alpha) for target in TARGETS for alpha in ALPHAS]
+    print("| `group` | " + " | ".join(f"ε = {float(t):g}, {ALPHAS[a]}" for t, a in columns) + " |")
+    print("|---|" + "---|" * len(columns))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, len(TARGETS), sharey=True)
-    for (i, group), (k, clip_norm) in product(enumerate(GROUPS), enumerate(CLIP_NORMS)):
+    for i, group in enumerate(GROUPS):
         cells = []
-        for target, mechanism in columns:
+        for target, alpha in columns:
             chosen = accuracy[
                 (runs["tags.dpexp.group"] == group)
-                & (runs["tags.dpexp.clip_norm"] == clip_norm)
-                & (runs["tags.dpexp.mechanism"] == mechanism)
+                & (runs["tags.dpexp.alpha"] == alpha)
                 & (runs["params.privacy.epsilon"] == target)
                 & (runs["params.privacy.enabled"] == "True")
             ]
             cells.append(f"{chosen.mean():.1%} ± {chosen.std():.1%}")
-            style = 2 * k + MECHANISMS.index(mechanism)
+            style = [*ALPHAS].index(alpha)
             panels[TARGETS.index(target)].bar(
-                i + (style - 1.5) / 5, chosen.mean(), 0.18, yerr=chosen.std(), color=f"C{style}",
-                label=f"{mechanism}, {clip_norm}" if i == 0 else None,
+                i + (style - 1) / 4, chosen.mean(), 0.22, yerr=chosen.std(), color=f"C{style}",
+                label=ALPHAS[alpha] if i == 0 else None,
             )  # fmt: skip
-        print(f"| `{group}` | `{clip_norm}` | " + " | ".join(cells) + " |")
+        print(f"| `{group}` | " + " | ".join(cells) + " |")
     for target, axes in zip(TARGETS, panels, strict=True):
         axes.axhline(twin.mean(), color="black", linestyle=":", label="without privacy")
         axes.set(title=f"ε = {float(target):g}, δ = 1e-4", xticks=range(len(GROUPS)), xticklabels=GROUPS, ylim=(0.6, 1))

@@ -15,6 +15,7 @@ from dpexp.privacy.plan.options import Noise, Sampling, Schedules
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = _CHECKOUT / "conf" if (_CHECKOUT / "pyproject.toml").exists() else Path(__file__).parent / "conf"
+BY_GROUP = ("clip_norm", "mechanism", "clip_rule")  # sections that may have an option for each group
 COMMAND = "DPEXP_COMMAND"  # environment variable with the command line, for the processes of every launcher
 
 
@@ -141,6 +142,7 @@ class Config:
     verbose: bool = False
     group: Any = None
     clip_norm: Any = None
+    alpha: Any = None
     mechanism: Any = None
     clip_rule: Any = None
     allocation: Any = None

@@ -37,8 +37,8 @@ SAMPLINGS = {
 }
 MECHANISMS = {
     "separate": {"clip_norm": clipping.FixedClipNorm(0.5)},
-    "joint": {"mechanism": clipping.Joint(alpha=3.0, clip_norm=0.7)},
-    "joint by size": {"mechanism": clipping.Joint(), "clip_norm": clipping.DimensionClipNorm(1.0)},
+    "joint": {"mechanism": clipping.Joint(clipping.FixedClipNorm(3.0)), "clip_norm": clipping.FixedClipNorm(0.7)},
+    "joint by size": {"mechanism": clipping.Joint(clipping.DimensionClipNorm(1.0))},
 }
 METRICS = {
     "train_loss": {"clip_norm": 0.5, "budget_share": 0.3},

@@ -21,6 +21,7 @@ from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
+from dpexp.config import CONF
 from dpexp.errors import ConfigError, place_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, make_plan
@@ -64,13 +65,13 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
 
 
 def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Noise, target: Target) -> PrivacyPlan:
-    clipping = {name: make(name, cfg[name]) for name in ("group", "mechanism", "clip_norm", "clip_rule")}
+    clipping = {name: _by_group(cfg, name) for name in ("mechanism", "clip_norm", "clip_rule")}
     return make_plan(
         module,
         n=cfg.data.n,
         sampling=sampling_of(cfg),
         target=target,
-        clipping=Clipping(**clipping, vectors=cfg.vectors),
+        clipping=Clipping(make("group", cfg.group), **clipping, vectors=cfg.vectors),
         allocation=make("allocation", cfg.allocation),
         noise=noise,
         schedules=Schedules(**values_of(cfg.schedule)),
@@ -80,6 +81,20 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
         adjacency=cfg.privacy.adjacency,
         calibrate=calibrate,
     )
+
+
+def _by_group(cfg: DictConfig, section: str) -> Any:
+    """The object of a section; or those of its `by_group`, of which each is the name of an option, or a section."""
+    if not cfg[section] or "by_group" not in cfg[section]:
+        return make(section, cfg[section]) if cfg[section] else None
+    made, own = {}, cfg.copy()  # in which an option's interpolations are resolved
+    for group, option in cfg[section].by_group.items():
+        if isinstance(option, str):
+            loaded: Any = OmegaConf.load(CONF / section / f"{option}.yaml")
+            option = loaded.get(section, loaded)  # within it, if the file is for the package _global_
+        own[section] = option
+        made[group] = make(f"{section}.by_group.{group}", own[section]) if option else None
+    return made
 
 
 def _batchnorm(cfg: DictConfig) -> Any:

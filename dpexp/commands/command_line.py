@@ -222,6 +222,8 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
             if cause.key in REFUSED:
                 return f"{cause.full_key} cannot be honoured: {REFUSED[cause.key]}."
             advice = f" For an option of Lightning's Trainer, write +{cause.full_key}."
+        if section and not known:
+            return f"{cause.full_key}: no {section} is chosen; add {section}=OPTION (python -m dpexp help {section})."
         where = f"{section} has" if section else "there is"
         return f"{cause.full_key}: {where} no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
     if refusal := config.refusal_of_resolver(error):

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
-from dpexp.config import Trainer, not_private_reason, refusal_of_resolver
+from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, refusal_of_resolver
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
@@ -19,7 +19,8 @@ from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
 from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN
 
 OBJECTS = (
-    "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "mechanism", "clip_rule", "allocation",
+    "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
+    "allocation",
 )  # fmt: skip
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED_LEDGER)
 # Options of Lightning's Trainer that are refused -> what to give instead, or why
@@ -125,13 +126,32 @@ def _check_keys(cfg: DictConfig) -> None:
 def _check_objects(cfg: DictConfig) -> None:
     for key in (*OBJECTS, *(f"preprocessing.{name}" for name in cfg.preprocessing or ())):
         node = OmegaConf.select(cfg, key)
-        if not node and key == "scheduler":
+        if not node and key in ("scheduler", "clip_norm", "alpha"):
+            continue
+        if key in BY_GROUP and isinstance(node, DictConfig) and "by_group" in node:
+            _check_by_group(key, node.by_group)
             continue
         if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
             shown = "null" if node is None else str(node)
             raise ConfigError(
                 f"{key}={shown} does not name what to make; choose an option of that group, or give "
                 f"'{key}={{_target_: package.Name}}' with its arguments."
+            )
+
+    if cfg.alpha and str(cfg.mechanism.get("_target_")).endswith(".Separate"):
+        raise ConfigError("alpha gives the scales of joint clipping; choose mechanism=joint too, or leave alpha out.")
+
+
+def _check_by_group(section: str, options: Any) -> None:
+    known = sorted({path.stem for path in (CONF / section).glob("*.yaml")} - {"by_group"})
+    if not isinstance(options, DictConfig):
+        raise ConfigError(f"{section}.by_group={options} must be {{group: option}}, with one of {', '.join(known)}.")
+    for group, option in options.items():
+        is_section = isinstance(option, DictConfig) and isinstance(option.get("_target_"), str)
+        if not is_section and option not in known and not (option is None and section == "clip_norm"):
+            raise ConfigError(
+                f"{section}.by_group.{group!s}={option} must be one of {', '.join(known)}; or "
+                "{_target_: package.Name} with its arguments."
             )
 
 

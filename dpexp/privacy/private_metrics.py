@@ -70,7 +70,7 @@ def metric_releases(configured: Mapping[str, Any]) -> dict[str, MetricRelease]:
         if times > 1:
             raise ConfigError(f"private_metrics.release: {name} is in two groups; release it once.")
     for name, times in Counter(name for vector in vectors for name in entry_names(vector.name, vector.d)).items():
-        if times > 1 or name.startswith(("clip_norm/", "joint_scale/")):
+        if times > 1 or name.startswith(("clip_norm/", "alpha/")):
             raise ConfigError(
                 f"private_metrics.release: {name} is also the name of another logged metric; rename one of them."
             )

@@ -93,8 +93,7 @@ class PrivateRound:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._trained = {id(p) for p in self.parameters.values()}
         self._sums: dict[str, Tensor] = {}
-        joint = self._adaptive is not None and self._adaptive.joint
-        self._clip = ClippedSums(plan.groups, joint, self.parameters, self._values)
+        self._clip = ClippedSums(plan.groups, plan.adaptive, self.parameters, self._values)
         local = plan.privacy_unit.local_training
         training = LocalTrainer(module, self.parameters, self._values, local) if local else None
         alone = OneAtATime(module, self.parameters, self._values, training, self.device)

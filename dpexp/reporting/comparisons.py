@@ -11,7 +11,7 @@ from scipy import stats
 
 from dpexp.accounting.rounding import up
 
-CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
+CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "alpha", "clip_rule", "allocation", "sampling")
 EPSILON, DELTA, Z = "privacy.epsilon", "privacy.delta", "privacy.noise_multiplier"
 DRAW = "draw"  # number of a draw of private selection; the last column
 _UNSET = "not set"

@@ -71,6 +71,8 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     for event in plan.preprocessing:
         _print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}")
     console.print(plan_table(plan))
+    if "Joint" in str(cfg.mechanism) and all(len({*group.alphas}) == 1 for group in plan.groups):
+        _print("With equal scales α_j, as here, joint clipping is separate clipping; alpha=adaptive learns the scales.")
     for text in notes:
         _print(text)
     if cfg.privacy.delta >= 1 / plan.n:
@@ -121,22 +123,28 @@ def before_training(event: OneTimeQueryEvent | ParallelQueryEvent, plan: Privacy
 
 def plan_table(plan: PrivacyPlan) -> Table:
     """One row per group; noise per coordinate of the released average: α_j σ̃_g/(qn), or more if it is correlated."""
-    table = Table("group", "vectors", "d_g", "S_g", "σ̃_g", "share", "noise per coordinate")
+    scaled = any(alpha != 1 for group in plan.groups for alpha in group.alphas)
+    table = Table("group", "vectors", "d_g", *["α_j"] * scaled, "S_g", "σ̃_g", "share", "noise per coordinate")
     for group in plan.groups:
         noises = [
             alpha * max_noise_std(group.sigma, group.bands) / (plan.sampling.q * plan.n) for alpha in group.alphas
         ]
-        low, high = f"{min(noises):.3g}", f"{max(noises):.3g}"
         table.add_row(
             group.name + (f", every {group.every_n_rounds} rounds" if group.every_n_rounds > 1 else ""),
             str(len(group.vectors)),
             f"{group.d:,}",
+            *[_range(group.alphas)] * scaled,
             f"{group.S:.4g}",
             f"{group.sigma:.4g}",
             f"{group.share:.3f}",
-            low if low == high else f"{low} – {high}",
+            _range(noises),
         )
     return table
+
+
+def _range(numbers: Sequence[float]) -> str:
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return low if low == high else f"{low} – {high}"
 
 
 class RoundBar(pl.callbacks.ProgressBar):

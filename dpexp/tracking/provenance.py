@@ -20,13 +20,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp import __version__
-from dpexp.config import COMMAND, not_private_reason, replaced
+from dpexp.config import BY_GROUP, COMMAND, not_private_reason, replaced
 from dpexp.privacy.plan.plan import PrivacyPlan
 
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
 MAX_NAME = 250  # characters of a run's name
 _MAX_PARAM = 6000  # characters of a parameter's value
-_PRIVACY_GROUPS = ("group", "clip_norm", "mechanism", "clip_rule", "allocation")
+_PRIVACY_GROUPS = ("group", "clip_norm", "alpha", "mechanism", "clip_rule", "allocation")
 _NAMED_BY_VALUE = ("data", "model", "group", "mechanism", "sampling", "experiment")
 _SHARED = ("data", "model", "experiment", "train")
 _SHORT = {"privacy.epsilon": "ε", "privacy.delta": "δ", "privacy.noise_multiplier": "z"}
@@ -56,6 +56,9 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     chosen = choices()
     privacy = (*_PRIVACY_GROUPS, "noise", "sampling") if cfg.privacy.enabled else ()
     found = {f"dpexp.{name}": str(chosen.get(name)) for name in ("data", "model", *privacy)}
+    for name in BY_GROUP if cfg.privacy.enabled else ():
+        if cfg[name] and "by_group" in cfg[name]:
+            found[f"dpexp.{name}"] = ", ".join(f"{group}: {option}" for group, option in cfg[name].by_group.items())
     reason = not_private_reason(cfg)
     found |= provenance() | {"dpexp.private": f"no: {reason}" if reason else "yes", "dpexp.pid": str(os.getpid())}
     found |= {"dpexp.config_hash": config_hash(cfg), "dpexp.seed": str(cfg.seed)}

@@ -42,7 +42,7 @@ _NUMBERS = (
     "epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "sampling_rate", "knob_value", "delta", *FIGURES,
 )  # fmt: skip
 _TAGS = (
-    "data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling", "adjacency",
+    "data", "model", "group", "mechanism", "clip_norm", "alpha", "clip_rule", "allocation", "sampling", "adjacency",
     "privacy_unit",
 )  # fmt: skip
 # Parameters in which repetitions of a configuration differ. Not `draw`: private selection covers a single draw, never

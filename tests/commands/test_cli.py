@@ -224,6 +224,7 @@ def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callb
 
 # arguments -> words of the refusal, before anything is released
 BAD = {
+    "mechanism=joint clip_norm=dimension": "say these as well: alpha=fixed, uniform, dimension or adaptive",
     "trainer.accelerator=abacus": "(trainer.accelerator=abacus, trainer.precision=32-true)",
     "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
     "clip_rule=global": "clip_rule.threshold must be given",
@@ -302,6 +303,11 @@ EARLY = {
     "diagnostics=loud": "diagnostics=loud is unknown; choose one of none, unsafe",
     "accountant=moments accountant.names=[gdp]": "gdp is an approximation",
     "train=perhaps": "train=perhaps: ",
+    "mechanism=by_group mechanism.by_group={conv:join}": "mechanism.by_group.conv=join must be one of joint, separate",
+    "mechanism=by_group mechanism.by_group=joint": "mechanism.by_group=joint must be {group: option}",
+    "mechanism=by_group": "mechanism.by_group must be given",
+    "alpha=adaptive": "alpha gives the scales of joint clipping; choose mechanism=joint too",
+    "mechanism=joint clip_norm.total=2": "clip_norm.total: no clip_norm is chosen; add clip_norm=OPTION",
     "register=mine tracking=none": "register=mine needs MLflow's registry",
     "hydra.run.dir=taken": "taken already holds a run, with its config.yaml",
 }  # fmt: skip
@@ -483,8 +489,8 @@ def test_help_lists_commands_groups_and_values(dpexp_job, capsys):
     assert shown[3] == shown[4] == "dpexp 0.1.0\n" and shown[0] == shown[1] == shown[2]
     for line in (
         "group: conv_fc, custom, flat, per_layer",
-        "mechanism: joint, separate",
-        "clip_norm: adaptive, dimension, fixed, uniform",
+        "mechanism: by_group, joint, separate",
+        "clip_norm: adaptive, by_group, dimension, fixed, uniform",
         "`python -m dpexp predict RUN FILE` lets a trained model predict.",
         "  noise_multiplier: null                         # z itself",
     ):
@@ -507,10 +513,21 @@ def test_an_editor_gets_the_keys_and_types_of_the_configuration(dpexp_job, capsy
 
 def test_help_on_one_name(tmp_path):
     assert help(["mechanism"]) == (
+        "mechanism=by_group\n"
+        "    One for each group: 'mechanism.by_group={conv: joint, fc: separate}'. The name of an option, or its "
+        "_target_.\n"
+        "    by_group: ???\n"
+        "\n"
         "mechanism=joint\n"
-        "    Vectors are scaled by 1/α_j, clipped together to S_g in (0, √k], and scaled back.\n"
-        "    alpha: null      # null: derived from `clip_norm`; a number; or a list in the order of the vectors\n"
-        "    clip_norm: null  # S_g; null: √k; a number; or a list in the order of the groups\n"
+        "    Vectors are scaled by 1/α_j, clipped together to S_g in (0, √k], and scaled back. `alpha` gives α_j, and "
+        "`clip_norm`\n"
+        "    S_g; by default √k.\n"
+        "    defaults:\n"
+        "      - override /clip_norm: null\n"
+        "\n"
+        "    mechanism:\n"
+        "      _target_: dpexp.Joint\n"
+        "      alpha: ${alpha}\n"
         "\n"
         "mechanism=separate (the default)\n"
         "    A group is clipped as one concatenated vector."

@@ -30,13 +30,13 @@ def by_name(names, total):
     ],
 )
 def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_job, read_lines):
-    noise = [f"privacy.noise_multiplier={Z}"]
+    noise, norm = [f"privacy.noise_multiplier={Z}"], "alpha" if mechanism == "joint" else "clip_norm"
     if allocation == "weighted":
         noise.append(f"allocation.weights={by_name(NAMES[group], 1)}")
     if allocation == "explicit":
         noise = ["privacy.epsilon=null", f"allocation.sigma={by_name(NAMES[group], 20)}"]
     output = dpexp_job(
-        "tracking=none", "trainer.num_evaluations=0", "clip_norm=dimension", "clip_norm.total=0.6",
+        "tracking=none", "trainer.num_evaluations=0", f"{norm}=dimension", f"{norm}.total=0.6",
         f"sampling.sampling_rate={Q}", f"sampling.steps={ROUNDS}",
         f"group={group}", f"mechanism={mechanism}", f"allocation={allocation}", *noise,
     )  # fmt: skip

@@ -101,12 +101,15 @@ MODELS = {
     **{name: (lambda name=name: MODELS_OF_ZOO[name].build(False), MODELS_OF_ZOO[name].batch)
        for name in ("tied language model", "attention with its weights")},
 }  # fmt: skip
-MECHANISMS = {"separate": clipping.Separate(), "joint": clipping.Joint()}
+NORM = clipping.DimensionClipNorm(0.3)
+MECHANISMS = {
+    "separate": {"mechanism": clipping.Separate(), "clip_norm": NORM}, "joint": {"mechanism": clipping.Joint(NORM)},
+}  # fmt: skip
 KINDS = [("separate", "flat"), ("joint", "per_layer"), ("separate", "per_layer"), ("joint", "flat")]
 
 
 def of_kind(mechanism, grouping):
-    return {"mechanism": MECHANISMS[mechanism], "group": getattr(groups, grouping)()}
+    return MECHANISMS[mechanism] | {"group": getattr(groups, grouping)()}
 
 
 def case(name, dtype=torch.float64):
@@ -123,7 +126,7 @@ def case(name, dtype=torch.float64):
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     """Also in smaller chunks."""
     module, batch = case(name)
-    engine = engine_of(module, clip_norm=clipping.DimensionClipNorm(0.3), **of_kind(mechanism, grouping))
+    engine = engine_of(module, **of_kind(mechanism, grouping))
     sums, expected = sums_of(engine, cross_entropy, batch), sums_apart(engine, cross_entropy, batch)
     norms = [(o[f"norm/{g.name}"], g.S) for o in engine.observations for g in engine.plan.groups
              if f"norm/{g.name}" in o]  # fmt: skip

@@ -214,7 +214,7 @@ class Telling(Model):
 
 OTHERS = {
     "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
-    "joint": {"mechanism": clipping.Joint()},
+    "joint": {"mechanism": clipping.Joint(clipping.FixedClipNorm(0.5)), "clip_norm": None},
     "automatic": {"clip_rule": Automatic()},
 }
 

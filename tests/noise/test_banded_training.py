@@ -88,7 +88,7 @@ class Still(Model):
     "choices",
     [
         {},
-        {"group": groups.per_layer(), "mechanism": clipping.Joint(alpha=2.0)},
+        {"group": groups.per_layer(), "mechanism": clipping.Joint(clipping.FixedClipNorm(2.0))},
         {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, learning_rate=1.0, budget_share=0.1)},
     ],
     ids=["flat", "joint", "adaptive"],

@@ -18,7 +18,7 @@ from dpexp.accounting.releases import releases
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveState, indicator
-from dpexp.privacy.plan.clipping import Joint
+from dpexp.privacy.plan.clipping import Joint, Separate, UniformClipNorm
 from dpexp.privacy.plan.groups import Groups, Match, per_layer, value_key
 from dpexp.privacy.private_metrics import UNCLIPPED
 from dpexp.privacy.round import PrivateRound
@@ -66,33 +66,52 @@ def carried_out(plan, net, path, rounds):
     ledger.close()
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_bounds_move_as_the_paper_says(joint, tmp_path):
+def choices(kind, bound):
+    """The plan's options, and the name of what adapts for the layers 0 and 2."""
+    joint, apart = {"mechanism": Joint(bound)}, {"group": per_layer()}
+    return {
+        "separate": (apart | {"clip_norm": bound}, "clip_norm/0", "clip_norm/2"),
+        "joint": (joint, "alpha/0", "alpha/2"),
+        "by group": (
+            apart | {"mechanism": {"0": Separate(), "2": Joint(bound)}, "clip_norm": {"0": bound, "2": None}},
+            "clip_norm/0", "alpha/2",
+        ),
+    }[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["separate", "joint", "by group"])
+def test_bounds_move_as_the_paper_says(kind, tmp_path):
     """By hand, from norms of one record at a time; almost without noise."""
     net = model()
+    gamma = {"0": 0.25, "2": 0.75} if kind == "separate" else {"0": 0.6, "2": 0.6}
     bound = AdaptiveClipNorm(
-        initial=0.3, target_quantile={"0": 0.25, "2": 0.75} if not joint else 0.6, learning_rate=0.5, budget_share=0.1
+        initial=0.3, target_quantile=gamma if kind == "separate" else 0.6, learning_rate=0.5, budget_share=0.1
     )
-    options = {"mechanism": Joint()} if joint else {"group": per_layer()}
-    plan = plan_of(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, clip_norm=bound, **options)
+    options, *metrics = choices(kind, bound)
+    plan = plan_of(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, **options)
     norms = norms_by_hand(net, *data())
     expected = {"0": 0.3, "2": 0.3}
     for now, _, found in carried_out(plan, net, tmp_path / "ledger", 6):
         shown = dict(AdaptiveState(plan.adaptive).clip_norms(now))
-        for name, S in expected.items():
-            assert shown[f"joint_scale/{name}" if joint else f"clip_norm/{name}"] == pytest.approx(S, rel=1e-5)
+        for metric, (name, S) in zip(metrics, expected.items(), strict=True):
+            assert shown[metric] == pytest.approx(S, rel=1e-5)
             fraction = float((norms[name] <= S).sum() - B / 2) / (Q * N) + 0.5
             assert found[name] == pytest.approx(fraction, abs=1e-5)
-            gamma = 0.6 if joint else {"0": 0.25, "2": 0.75}[name]
-            expected[name] = S * math.exp(-0.5 * (fraction - gamma))
+            expected[name] = S * math.exp(-0.5 * (fraction - gamma[name]))
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
+def test_two_adaptive_norms_have_their_own_rates_and_shares():
+    rules = {"0": AdaptiveClipNorm(budget_share=0.1, learning_rate=0.1), "2": AdaptiveClipNorm(budget_share=0.2)}
+    plan = plan_of(model(), n=N, q=Q, steps=1, noise_multiplier=1.0, group=per_layer(), clip_norm=rules)
+    assert [member.learning_rate for member in plan.adaptive.members] == [0.1, 0.2]
+    assert [group.share for group in plan.groups] == pytest.approx([0.35, 0.35, 0.3])
+
+
+@pytest.mark.parametrize("kind", ["separate", "joint", "by group"])
+def test_sums_are_clipped_to_the_bounds_of_their_round(kind, tmp_path):
     net = model()
-    options = {"mechanism": Joint()} if joint else {"group": per_layer()}
-    bound = AdaptiveClipNorm(initial=0.3, learning_rate=1.0, budget_share=0.1)
-    plan = plan_of(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, clip_norm=bound, **options)
+    options, *_ = choices(kind, AdaptiveClipNorm(initial=0.3, learning_rate=1.0, budget_share=0.1))
+    plan = plan_of(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, **options)
     *_, (now, released, _) = carried_out(plan, net, tmp_path / "ledger", 3)
     sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     for one in zip(*data(), strict=True):
@@ -114,15 +133,13 @@ def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
 def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
     net = model()
     group = Groups({"weights": Match(parameters=["*weight"]), "biases": Match(parameters=["*bias"])})
-    plan = plan_of(
-        net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(), clip_norm=AdaptiveClipNorm()
-    )
+    plan = plan_of(net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(AdaptiveClipNorm()))
     bounds = AdaptiveState(plan.adaptive)
     bounds.multipliers = [1.0, 2.0, 3.0, 4.0]
     now = bounds.plan_of_round(plan)
     assert [group.alphas for group in now.groups[:2]] == [(1.0, 2.0), (3.0, 4.0)]
     assert [name for name, _ in bounds.clip_norms(now)] == [
-        "joint_scale/weights/0", "joint_scale/weights/2", "joint_scale/biases/0", "joint_scale/biases/2"
+        "alpha/weights/0", "alpha/weights/2", "alpha/biases/0", "alpha/biases/2"
     ]  # fmt: skip
     assert list(bounds.update(torch.zeros(4))) == ["weights/0", "weights/2", "biases/0", "biases/2"]
 
@@ -226,10 +243,11 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         ({"clip_norm": AdaptiveClipNorm(initial={"other": 1})}, r"clip_norm.initial names the groups other"),
         ({"clip_norm": AdaptiveClipNorm(learning_rate=-1)}, r"clip_norm.learning_rate=-1"),
         ({"clip_norm": AdaptiveClipNorm(budget_share=1.0)}, r"leave 0 of the budget"),
-        ({"clip_norm": AdaptiveClipNorm(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
+        ({"clip_norm": AdaptiveClipNorm(), "mechanism": Joint(UniformClipNorm(1.0))}, r"choose alpha=adaptive"),
+        ({"mechanism": Joint(AdaptiveClipNorm(initial=0))}, r"alpha.initial=0"),
         (
             {"clip_norm": AdaptiveClipNorm(), "private_metrics": {UNCLIPPED: {"clip_norm": 1, "budget_share": 0.1}}},
-            r"fraction_within_clip_norm is the name of what clip_norm=adaptive releases",
+            r"fraction_within_clip_norm is the name of what adaptive clipping norms release",
         ),
         ({"clip_norm": AdaptiveClipNorm(), "schedules": {"S": 0.5}}, r"schedule.S"),
     ],

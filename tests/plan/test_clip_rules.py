@@ -93,13 +93,15 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 )
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
     module, batch = case(name)
-    choices = {"clip_rule": clip} | of_kind(mechanism, grouping)
+    choices = of_kind(mechanism, grouping) | {"clip_rule": clip}
 
     def observed(bound):
-        plan = own_plan(module, clip_norm=bound, **choices)
-        engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
+        own = {"mechanism": clipping.Joint(bound)} if mechanism == "joint" else {"clip_norm": bound}
+        engine = PrivateRound(own_plan(module, **choices | own), module, GaussianNoise(), observe=True)
         sums = sums_of(engine, cross_entropy, batch)
-        norms = {g: [o[f"norm/{g.name}"] for o in engine.observations if f"norm/{g.name}" in o] for g in plan.groups}
+        norms = {
+            g: [o[f"norm/{g.name}"] for o in engine.observations if f"norm/{g.name}" in o] for g in engine.plan.groups
+        }
         return engine, sums, {g.name: torch.cat(found) / g.S if found else torch.ones(1) for g, found in norms.items()}
 
     *_, before = observed(clipping.FixedClipNorm(1.0))
@@ -187,8 +189,7 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     plan = own_plan(
-        module, clip_rule=clip, group=groups.per_layer(), mechanism=clipping.Joint(),
-            clip_norm=clipping.DimensionClipNorm(0.3),
+        module, clip_rule=clip, group=groups.per_layer(), mechanism=clipping.Joint(clipping.DimensionClipNorm(0.3)),
         vectors="parameter", steps=2, schedules={"S": [1.0, 0.3]},
     )  # fmt: skip
     engine = PrivateRound(plan, module, GaussianNoise())

@@ -120,7 +120,11 @@ def test_section_2s_example():
     module = nn.ModuleList([nn.Linear(3, 1), nn.Linear(2, 1)])
     common = {"n": n, "q": q, "steps": 1, "noise_multiplier": None}
     joint = plan(
-        module, mechanism=Joint(alpha=[1.0, 100.0], clip_norm=1.0), allocation=Explicit({"all": 0.01 * q * n}), **common
+        module,
+        mechanism=Joint(FixedClipNorm([1.0, 100.0])),
+        clip_norm=FixedClipNorm(1.0),
+        allocation=Explicit({"all": 0.01 * q * n}),
+        **common,
     )
     assert joint.noise_multiplier == pytest.approx(0.01 * q * n, rel=1e-12)
     noises = [alpha * joint.groups[0].sigma / (q * n) for alpha in joint.groups[0].alphas]
@@ -135,13 +139,13 @@ def test_section_2s_example():
 
 def test_joint_bound_lies_in_zero_to_root_k():
     assert plan(mechanism=Joint()).groups[0].S == 2.0
-    assert plan(mechanism=Joint(clip_norm=2.0)).groups[0].S == 2.0
+    assert plan(mechanism=Joint(UniformClipNorm(1.0)), clip_norm=FixedClipNorm(2.0)).groups[0].S == 2.0
 
 
 def test_joint_scales_come_from_a_number_a_list_or_the_bound():
-    assert plan(mechanism=Joint(alpha=0.5)).groups[0].alphas == (0.5,) * 4
-    assert plan(mechanism=Joint(alpha=[1, 2, 3, 4])).groups[0].alphas == (1, 2, 3, 4)
-    derived = plan(mechanism=Joint(), clip_norm=DimensionClipNorm(2.0)).groups[0]
+    assert plan(mechanism=Joint(FixedClipNorm(0.5))).groups[0].alphas == (0.5,) * 4
+    assert plan(mechanism=Joint(FixedClipNorm([1, 2, 3, 4]))).groups[0].alphas == (1, 2, 3, 4)
+    derived = plan(mechanism=Joint(DimensionClipNorm(2.0))).groups[0]
     assert derived.alphas == pytest.approx([2 * math.sqrt(v.d / 407) for v in derived.vectors])
 
 
@@ -164,8 +168,8 @@ def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, 
     clipping = {name: GroupClipping((1.0,), S) for name, S in zip("abc", bounds, strict=True)}
     shares = allocation.shares(grouped, clipping)
     assert sum(shares.values()) == pytest.approx(1, rel=1e-12)
-    sigmas = {name: z * clipping[name].clip_norm / math.sqrt(w) for name, w in shares.items()}
-    assert sum((clipping[n].clip_norm / sigmas[n]) ** 2 for n in shares) == pytest.approx(z**-2, rel=1e-9)
+    sigmas = {name: z * clipping[name].S / math.sqrt(w) for name, w in shares.items()}
+    assert sum((clipping[n].S / sigmas[n]) ** 2 for n in shares) == pytest.approx(z**-2, rel=1e-9)
 
 
 def test_the_papers_two_allocations():
@@ -177,7 +181,7 @@ def test_the_papers_two_allocations():
         assert group.sigma == pytest.approx(1.5 * math.sqrt(407 / group.d) * group.S)
 
 
-@pytest.mark.parametrize("mechanism", [Separate(), Joint(alpha=[0.5, 2.0, 1.0, 3.0])])
+@pytest.mark.parametrize("mechanism", [Separate(), Joint(FixedClipNorm([0.5, 2.0, 1.0, 3.0]))])
 def test_min_variance_has_the_least_noise(mechanism):
     def variance(allocation):
         groups = plan(group=conv_fc(), clip_norm=FixedClipNorm(0.7), mechanism=mechanism, allocation=allocation).groups
@@ -242,10 +246,16 @@ def test_rounds_from_epochs_lose_no_step():
 @pytest.mark.parametrize(
     "choices, message",
     [
-        *(({"mechanism": Joint(clip_norm=S)}, r"mechanism\.clip_norm") for S in (2.0001, 0.0, -1.0)),
-        ({"group": conv_fc(), "mechanism": Joint(clip_norm=[1.1, 1.0, 1.0])}, r"mechanism\.clip_norm.*group conv"),
-        ({"mechanism": Joint(alpha=[1, 2])}, "lists 2 numbers for 4 vectors"),
-        ({"mechanism": Joint(alpha=[1, -2, 3, 4])}, r"mechanism\.alpha\[1\]=-2"),
+        *(
+            ({"mechanism": Joint(UniformClipNorm(1)), "clip_norm": FixedClipNorm(S)}, r"clip_norm")
+            for S in (2.0001, 0.0, -1.0)
+        ),
+        (
+            {"group": conv_fc(), "mechanism": Joint(UniformClipNorm(1)), "clip_norm": FixedClipNorm([1.1, 1.0, 1.0])},
+            r"clip_norm=1.1 of group conv",
+        ),
+        ({"mechanism": Joint(FixedClipNorm([1, 2]))}, "alpha.value lists 2 numbers for 4"),
+        ({"mechanism": Joint(FixedClipNorm([1, -2, 3, 4]))}, r"alpha\.value\[1\]=-2"),
         (
             {"group": conv_fc(), "allocation": Weighted(dict.fromkeys(("conv", "fc", "rest"), 0.3))},
             r"add up to 0\.9; they must add up to 1",
@@ -260,8 +270,8 @@ def test_rounds_from_epochs_lose_no_step():
         ({"clip_norm": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
         ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
         (
-            {"allocation": Explicit([1.0]), "noise_multiplier": None},
-            r"allocation.sigma=\[1.0\] must be a finite number",
+            {"allocation": Explicit([1.0, 2.0]), "noise_multiplier": None},
+            r"allocation.sigma lists 2 numbers for 1: all",
         ),
         ({"allocation": Explicit({1: 2}), "noise_multiplier": None}, "allocation.sigma names the groups 1; the model"),
         ({"group": Groups(["a"])}, r"group.groups=\['a'\] must be {name: {parameters:"),
@@ -271,7 +281,7 @@ def test_rounds_from_epochs_lose_no_step():
         ({"noise_multiplier": None, "epsilon": 1.0}, "privacy.delta must be given"),
         ({"n": 0}, r"data\.n=0"),
         ({"clip_norm": FixedClipNorm(math.inf)}, "clip_norm.value=inf"),
-        ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
+        ({"mechanism": Joint(FixedClipNorm(0.0))}, r"alpha\.value=0"),
         ({"sampling": "shuffle", "adjacency": "add_remove"}, "choose adjacency=replace_one or replace_null"),
         ({"sampling": "poisson", "max_batch_size": 5}, r"sampling\.max_batch_size=5"),
         ({"schedules": {"z": [1.0]}}, r"schedule\.z lists 1 numbers for 10 rounds"),

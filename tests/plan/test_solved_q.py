@@ -40,7 +40,7 @@ def averages(made):
         {"q": 0.1},
         {"expected_batch_size": 130},
         {"q": 0.1, "privacy_unit": Microbatch(size=5)},
-        {"q": 0.1, "mechanism": Joint(alpha=0.7, clip_norm=0.6)},
+        {"q": 0.1, "mechanism": Joint(alpha=FixedClipNorm(0.7)), "clip_norm": FixedClipNorm(0.6)},
         {"q": 0.1, "private_metrics": {"loss": {"clip_norm": 3.0, "budget_share": 0.3}}},
         {"q": 0.1, "sampling": "fixed_size"},
     ],

@@ -129,7 +129,7 @@ def assert_same(module, other):
         assert torch.allclose(p, q, rtol=1e-9, atol=1e-12), name
 
 
-@pytest.mark.parametrize("mechanism", [clipping.Separate(), clipping.Joint(alpha=[0.2, 0.5])])
+@pytest.mark.parametrize("mechanism", [clipping.Separate(), clipping.Joint(clipping.FixedClipNorm([0.2, 0.5]))])
 @pytest.mark.parametrize("grouping", [groups.flat(), groups.per_layer()])
 def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
     """Empty samples step like others, and chunks are neither noised again nor clipped as means."""

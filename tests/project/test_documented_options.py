@@ -18,7 +18,7 @@ from PIL import Image
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.commands import validate
 from dpexp.commands.command_line import COMMANDS, as_audit, check
-from dpexp.config import CONF, Config
+from dpexp.config import BY_GROUP, CONF, Config
 from dpexp.privacy.private_metrics import _KEYS
 from dpexp.privacy.sampling.privacy_unit import LocalTraining
 from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name
@@ -75,7 +75,8 @@ def schema():
         "schedule": {key: {"linear": None, "step": any_name} for key in "zqS"},
         "data": {"test_hash": dict.fromkeys(("column", "fraction"))},
         "group": {"groups": {"*": dict.fromkeys(("layers", "parameters", "rest"))}},
-        "clip_norm": {"initial": any_name},
+        **{section: {"by_group": {"*": dict.fromkeys(("_target_", "value", "gamma"))}, "initial": any_name,
+                     "value": any_name} for section in BY_GROUP},
         "allocation": dict.fromkeys(("weights", "sigma", "sigma_of_average"), any_name),
         "trainer": dict.fromkeys((*inspect.signature(pl.Trainer).parameters, *dir(pl.Trainer))),
     })  # fmt: skip

@@ -11,7 +11,7 @@ from dpexp.privacy.gradients.per_example import ChunkGradients
 from dpexp.privacy.mechanism import GroupMechanism, ScaledNorms, by_parameter
 from dpexp.privacy.plan.adaptive_clipping import indicator
 from dpexp.privacy.plan.groups import value_key
-from dpexp.privacy.plan.plan import Group
+from dpexp.privacy.plan.plan import AdaptiveTargets, Group
 from dpexp.privacy.private_metrics import UNCLIPPED, WEIGHT, Values
 
 
@@ -20,15 +20,20 @@ class ClippedSums:
 
     Args:
         groups: of the plan; groups of values come after groups of gradients.
-        joint: counts compare each vector's norm, for adaptive joint clipping; else each group's norm.
+        adaptive: the clipping norms that adapt, for whose counts norms are compared with them.
         parameters, values: those of the groups.
     """
 
     def __init__(
-        self, groups: Sequence[Group], joint: bool, parameters: Mapping[str, Tensor], values: Values
-    ) -> None:  # fmt: skip
+        self,
+        groups: Sequence[Group],
+        adaptive: AdaptiveTargets | None,
+        parameters: Mapping[str, Tensor],
+        values: Values,
+    ) -> None:
         self._mechanisms = [GroupMechanism(group) for group in groups]
-        self._joint, self._dtype = joint, values.dtype
+        self._adapting = {m.group: m.vector is not None for m in adaptive.members} if adaptive else {}  # whether α does
+        self._dtype = values.dtype
         names = [name for _, _, name in by_parameter(groups)]
         self._shapes = {
             name: p.shape if (p := parameters.get(name)) is not None else (values.sizes[name],) for name in names
@@ -43,14 +48,14 @@ class ClippedSums:
         }
 
     def clip_norms(self, now: Sequence[Group], device: torch.device) -> Tensor:
-        """S of each group in this round, and if `joint` then the scales of all vectors, in float64.
+        """S of each group in this round, and then the scales of vectors that adapt, in float64.
 
         Groups that are not released in this round have the plan's, since their sums are dropped.
         """
         present = {group.name: group for group in now}
         groups = [present.get(m.group.name, m.group) for m in self._mechanisms]
         clip_norms = [group.S for group in groups]
-        clip_norms += [alpha for group in groups for alpha in group.alphas] if self._joint else []
+        clip_norms += [alpha for group in groups if self._adapting.get(group.name) for alpha in group.alphas]
         return torch.tensor(clip_norms, dtype=torch.float64, device=device)
 
     def add(
@@ -105,14 +110,11 @@ class ClippedSums:
     def _split(self, clip_norms: Tensor) -> tuple[Sequence[Tensor], list[Sequence[Tensor] | None]]:
         """S of each group, and the scales of its vectors; None: those of the plan."""
         each = clip_norms.unbind(0)
-        k = len(self._mechanisms)
-        alphas: list[Sequence[Tensor] | None] = [None] * k
-        if self._joint:
-            start = k
-            for g, mechanism in enumerate(self._mechanisms):
-                alphas[g] = each[start : start + len(mechanism.group.alphas)]
-                start += len(mechanism.group.alphas)
-        return each[:k], alphas
+        scales = iter(each[len(self._mechanisms) :])
+        groups = [mechanism.group for mechanism in self._mechanisms]
+        return each[: len(groups)], [
+            [next(scales) for _ in group.alphas] if self._adapting.get(group.name) else None for group in groups
+        ]
 
     def _counts(
         self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: ChunkGradients
@@ -121,13 +123,14 @@ class ClippedSums:
         losses, counted = gradients.losses, []
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=False):
             group = mechanism.group
-            if group.is_metric:
+            if group.name not in self._adapting:
                 continue
-            k = len(group.vectors) if self._joint else 1
+            by_vector = self._adapting[group.name]
+            k = len(group.vectors) if by_vector else 1
             if norms is None:
                 counted.append(losses.new_ones(k, len(losses), dtype=torch.float64))
             else:
-                counted.append(indicator(norms.by_vector(k) if self._joint else norms.norms[None] / S_g))
+                counted.append(indicator(norms.by_vector(k) if by_vector else norms.norms[None] / S_g))
         return DenseGradient(torch.cat(counted).T.to(self._dtype) - 0.5)
 
 

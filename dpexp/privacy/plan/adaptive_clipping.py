@@ -5,20 +5,22 @@ the indicators is released in the same round with its own share of the budget; b
 estimates the fraction of records that are not clipped, and S <- S exp(-η (b̂ - γ)) moves S towards the quantile γ.
 σ̃_g = z S_g/√w_g moves with S_g, so that every round costs what was planned.
 
-Under separate clipping S_g of each group adapts; under joint clipping the scale α_j of each vector, from
-1[‖v_j‖ <= α_j], so that vectors of very different lengths use S equally (McMahan et al. 2018, section 2).
+Under separate clipping S_g of each group adapts (`clip_norm=adaptive`); under joint clipping the scale α_j of each
+vector (`alpha=adaptive`), from 1[‖v_j‖ <= α_j], so that vectors of very different lengths use S equally (McMahan et al.
+2018, section 2).
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from dpexp.errors import ConfigError, positive
-from dpexp.privacy.plan.clipping import RAMP, GroupClipping, Joint, Mechanism, Separate, by_group
+from dpexp.privacy.plan.clipping import RAMP, GroupClipping, Joint, Mechanism, Separate, by_group, distinct
 from dpexp.privacy.plan.groups import Vector, value_key
-from dpexp.privacy.plan.plan import AdaptiveTargets, Group, PrivacyPlan
+from dpexp.privacy.plan.plan import AdaptiveMember, AdaptiveTargets, Group, PrivacyPlan
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease
 
 _LARGEST_MULTIPLIER = 1e8  # of an initial clipping norm
@@ -32,7 +34,7 @@ class AdaptiveClipNorm:
         initial: the first clipping norm, for all groups or by group.
         target_quantile: γ in [0, 1], the fraction of records that is not to be clipped, for all groups or by group.
         learning_rate: η.
-        budget_share: the share of the budget for all indicators together.
+        budget_share: the share of the budget for all its indicators together.
     """
 
     initial: float | Mapping[str, float] = 1.0
@@ -40,24 +42,38 @@ class AdaptiveClipNorm:
     learning_rate: float = 0.2
     budget_share: float = 0.01
 
-    def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return by_group("clip_norm.initial", self.initial, groups)
+    def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
+        return by_group(f"{key}.initial", self.initial, groups)
 
-    def targets(self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism) -> AdaptiveTargets:
-        """What adapts in a plan; a ConfigError if the mechanism's clipping norms cannot."""
-        if isinstance(mechanism, Joint) and mechanism.alpha is None:
-            members = [(group, vector.name) for group, vectors in groups.items() for vector in vectors]
-        elif isinstance(mechanism, Separate):
-            members = [(group, group) for group in groups]
-        else:
+
+def adaptive_targets(
+    groups: Mapping[str, Sequence[Vector]], mechanisms: Mapping[str, Mechanism], clip_norms: Mapping[str, Any]
+) -> tuple[AdaptiveTargets | None, float]:
+    """What adapts in a plan, None if nothing does, and its share of the budget."""
+    adapting = {name: ("clip_norm", norm) for name, norm in clip_norms.items() if isinstance(norm, AdaptiveClipNorm)}
+    for name in adapting:
+        if not isinstance(mechanisms[name], Separate):
             raise ConfigError(
-                "clip_norm=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null."
+                f"clip_norm=adaptive needs mechanism=separate for the group {name}; with mechanism=joint, choose "
+                "alpha=adaptive."
             )
-        quantiles = by_group(
-            "clip_norm.target_quantile", self.target_quantile, [group for group, _ in members], _fraction
-        )
-        rate = positive("clip_norm.learning_rate", self.learning_rate)
-        return AdaptiveTargets(tuple(members), isinstance(mechanism, Joint), tuple(quantiles), rate)
+    for name, mechanism in mechanisms.items():
+        if isinstance(mechanism, Joint) and isinstance(mechanism.alpha, AdaptiveClipNorm):
+            adapting[name] = ("alpha", mechanism.alpha)
+    found: dict[tuple[str, str | None], tuple[float, float]] = {}
+    total = 0.0
+    for (key, norm), names in distinct(adapting):
+        total += positive(f"{key}.budget_share", norm.budget_share)
+        rate = positive(f"{key}.learning_rate", norm.learning_rate)
+        for name, quantile in zip(
+            names, by_group(f"{key}.target_quantile", norm.target_quantile, names, _fraction), strict=True
+        ):
+            vectors = [vector.name for vector in groups[name]] if key == "alpha" else [None]
+            found |= {(name, vector): (quantile, rate) for vector in vectors}
+    ordered = sorted(found, key=lambda member: [*groups].index(member[0]))
+    return (
+        AdaptiveTargets(tuple(AdaptiveMember(*member, *found[member]) for member in ordered)) if found else None
+    ), total
 
 
 def _fraction(key: str, value: float) -> float:
@@ -77,7 +93,7 @@ class AdaptiveState:
     """The clipping norms of the current round, as multipliers of the initial ones."""
 
     def __init__(self, targets: AdaptiveTargets) -> None:
-        self._targets, self.joint = targets, targets.joint
+        self._targets = targets
         self.multipliers = [1.0] * len(targets.members)
 
     def restore(self, multipliers: Sequence[float]) -> None:
@@ -90,15 +106,8 @@ class AdaptiveState:
 
     def plan_of_round(self, plan: PrivacyPlan) -> PrivacyPlan:
         """A round's plan with the current clipping norms."""
-        by = dict(zip(self._targets.members, self.multipliers, strict=True))
-        return replace(plan, groups=tuple(g if g.is_metric else self._scaled(g, by) for g in plan.groups))
-
-    def _scaled(self, group: Group, by: Mapping[tuple[str, str], float]) -> Group:
-        if self.joint:
-            alphas = zip(group.vectors, group.alphas, strict=True)
-            return replace(group, alphas=tuple(alpha * by[group.name, vector.name] for vector, alpha in alphas))
-        factor = by[group.name, group.name]
-        return replace(group, S=group.S * factor, sigma=group.sigma * factor)
+        by = {(m.group, m.vector): by for m, by in zip(self._targets.members, self.multipliers, strict=True)}
+        return replace(plan, groups=tuple(g if g.is_metric else _scaled(g, by) for g in plan.groups))
 
     def record_and_update(
         self, now: PrivacyPlan, counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
@@ -120,19 +129,32 @@ class AdaptiveState:
     def update(self, released: Tensor) -> dict[str, float]:
         """Updates the multipliers by the released counts Σ_i b_i/qn [k], noise included; returns b̂ by name."""
         fractions = {}
-        for k, (name, gamma) in enumerate(zip(self._targets.names, self._targets.target_quantiles, strict=True)):
+        for k, (name, member) in enumerate(zip(self._targets.names, self._targets.members, strict=True)):
             fractions[name] = float(released[k]) + 0.5
-            exponent = -self._targets.learning_rate * (fractions[name] - gamma)
+            exponent = -member.learning_rate * (fractions[name] - member.target_quantile)
             multiplier = self.multipliers[k] * math.exp(max(-1.0, min(1.0, exponent)))
             self.multipliers[k] = min(max(multiplier, 1 / _LARGEST_MULTIPLIER), _LARGEST_MULTIPLIER)
         return fractions
 
     def clip_norms(self, now: PrivacyPlan) -> Iterator[tuple[str, float]]:
-        """A round's clipping norms by the name of their metric: clip_norm/group or joint_scale/vector."""
-        groups = [group for group in now.groups if not group.is_metric]
-        norms = [alpha for group in groups for alpha in group.alphas] if self.joint else [group.S for group in groups]
-        for name, norm in zip(self._targets.names, norms, strict=True):
-            yield f"{'joint_scale' if self.joint else 'clip_norm'}/{name}", norm
+        """A round's clipping norms by the name of their metric: clip_norm/group or alpha/vector."""
+        groups = {group.name: group for group in now.groups}
+        for name, member in zip(self._targets.names, self._targets.members, strict=True):
+            group = groups[member.group]
+            if member.vector is None:
+                yield f"clip_norm/{name}", group.S
+            else:
+                alphas = dict(zip((vector.name for vector in group.vectors), group.alphas, strict=True))
+                yield f"alpha/{name}", alphas[member.vector]
+
+
+def _scaled(group: Group, by: Mapping[tuple[str, str | None], float]) -> Group:
+    factor = by.get((group.name, None), 1.0)
+    alphas = zip(group.vectors, group.alphas, strict=True)
+    return replace(
+        group, S=group.S * factor, sigma=group.sigma * factor,
+        alphas=tuple(alpha * by.get((group.name, vector.name), 1.0) for vector, alpha in alphas),
+    )  # fmt: skip
 
 
 def indicator(norms: Tensor) -> Tensor:

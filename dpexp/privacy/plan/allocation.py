@@ -48,10 +48,10 @@ class MinVariance:
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         sizes = {
-            name: sum(a * a * v.d for a, v in zip(clipping[name].scales, vectors, strict=True))
+            name: sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True))
             for name, vectors in groups.items()
         }
-        return _normalised({name: clipping[name].clip_norm * math.sqrt(size) for name, size in sizes.items()})
+        return _normalised({name: clipping[name].S * math.sqrt(size) for name, size in sizes.items()})
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Explicit:
     def _squares(self, clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         key = "sigma" if self.sigma is not None else "sigma_of_average"
         sigmas = by_group(f"allocation.{key}", getattr(self, key), [*clipping])
-        return {name: (c.clip_norm / s) ** 2 for (name, c), s in zip(clipping.items(), sigmas, strict=True)}
+        return {name: (c.S / s) ** 2 for (name, c), s in zip(clipping.items(), sigmas, strict=True)}
 
 
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:

@@ -26,19 +26,24 @@ from torch import Tensor
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan.groups import Vector
 
-# Clipping norms from the names of groups and dimensions: S_g of each group under separate clipping, the scale α_j of
-# each vector under joint clipping.
-ClipNorm = Callable[[Sequence[str], Sequence[int]], list[float]]
+
+class ClipNorm(Protocol):
+    def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
+        """S_g of each group; or the scale α_j of each vector, with the name of its group.
+
+        Args:
+            key: the option that they are given by, for messages.
+        """
 
 
 @dataclass(frozen=True)
 class FixedClipNorm:
-    """One number for every group, or a number per group by name."""
+    """One number for all, a number by the name of each group, or a list in the order of the plan."""
 
-    value: float | Mapping[str, float]
+    value: float | Mapping[str, float] | Sequence[float]
 
-    def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return by_group("clip_norm.value", self.value, groups)
+    def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
+        return by_group(f"{key}.value", self.value, groups)
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class UniformClipNorm:
 
     total: float
 
-    def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return [positive("clip_norm.total", self.total) / math.sqrt(len(dimensions))] * len(dimensions)
+    def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
+        return [positive(f"{key}.total", self.total) / math.sqrt(len(dimensions))] * len(dimensions)
 
 
 @dataclass(frozen=True)
@@ -60,26 +65,46 @@ class DimensionClipNorm:
 
     total: float
 
-    def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        total = positive("clip_norm.total", self.total)
+    def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
+        total = positive(f"{key}.total", self.total)
         return [total * math.sqrt(d / sum(dimensions)) for d in dimensions]
 
 
 def by_group(
-    key: str,
-    value: float | Mapping[str, float],
-    groups: Sequence[str],
-    number: Callable[[str, float], float] = positive,
+    key: str, value: Any, groups: Sequence[str], number: Callable[[str, float], float] = positive
 ) -> list[float]:
-    """The number of each group: the same for all, or by name. `number` checks one."""
-    if not isinstance(value, Mapping):
-        return [number(key, value)] * len(groups)
-    check_names(key, value, groups)
-    return [number(f"{key}.{group}", value[group]) for group in groups]
+    """The number of each group: the same for all, by name, or listed in order. `number` checks one."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != len(groups):
+            raise ConfigError(f"{key} lists {len(value)} numbers for {len(groups)}: {', '.join(groups)}.")
+        return [number(f"{key}[{i}]", listed) for i, listed in enumerate(value)]
+    own = options_by_group(key, value, dict.fromkeys(groups))
+    where = f"{key}.{{}}" if isinstance(value, Mapping) else key
+    return [number(where.format(group), own[group]) for group in groups]
+
+
+def options_by_group(key: str, option: Any, groups: Iterable[str]) -> dict[str, Any]:
+    """Each group's own option: the same for all, or by name."""
+    if not isinstance(option, Mapping):
+        return dict.fromkeys(groups, option)
+    check_names(key, option, groups)
+    return {group: option[group] for group in groups}
+
+
+def distinct(options: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
+    """Each different option, with the names of the groups that have it."""
+    found: list[tuple[Any, list[str]]] = []
+    for group, option in options.items():
+        same = [groups for other, groups in found if other == option]
+        if same:
+            same[0].append(group)
+        else:
+            found.append((option, [group]))
+    return found
 
 
 def check_names(key: str, value: Any, groups: Iterable[str]) -> None:
-    """Raises ConfigError unless the value maps the names of the groups to numbers."""
+    """Raises ConfigError unless the value is a mapping from the names of the groups."""
     names = ", ".join(dict.fromkeys(groups))
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}={value} must be {{group: number}} for the model's groups: {names}.")
@@ -91,22 +116,27 @@ def check_names(key: str, value: Any, groups: Iterable[str]) -> None:
 class GroupClipping:
     """A group's scales α_j, one for each vector, and the clipping norm S of its scaled norm."""
 
-    scales: tuple[float, ...]
-    clip_norm: float
+    alphas: tuple[float, ...]
+    S: float
 
 
-Mechanism = Callable[[Mapping[str, Sequence[Vector]], ClipNorm], dict[str, GroupClipping]]
+class Mechanism(Protocol):
+    def __call__(
+        self, groups: Mapping[str, Sequence[Vector]], clip_norms: Mapping[str, float | None]
+    ) -> dict[str, GroupClipping]:
+        """The clipping of each group by its vectors and its S_g, None if no clipping norm is given."""
 
 
 @dataclass(frozen=True)
 class Separate:
-    """Each group is clipped as one concatenated vector to S_g, which `clip_norm` gives."""
+    """Each group is clipped as one concatenated vector to S_g, by default 1."""
 
-    def __call__(self, groups: Mapping[str, Sequence[Vector]], clip_norm: ClipNorm) -> dict[str, GroupClipping]:
-        norms = clip_norm(list(groups), [sum(vector.d for vector in vectors) for vectors in groups.values()])
+    def __call__(
+        self, groups: Mapping[str, Sequence[Vector]], clip_norms: Mapping[str, float | None]
+    ) -> dict[str, GroupClipping]:
         return {
-            name: GroupClipping((1.0,) * len(vectors), S)
-            for (name, vectors), S in zip(groups.items(), norms, strict=True)
+            name: GroupClipping((1.0,) * len(vectors), 1.0 if (S := clip_norms[name]) is None else S)
+            for name, vectors in groups.items()
         }
 
 
@@ -114,33 +144,47 @@ class Separate:
 class Joint:
     """Vectors are scaled by 1/α_j, clipped together to S_g, and scaled back.
 
+    S_g lies in (0, √k] for a group of k vectors, where √k, the default, never clips a record with ‖v_j‖ ≤ α_j for all
+    j.
+
     Args:
-        alpha: the scales: null (the plan's clipping norms give one for each vector), one number for all, or a list in
-            the order of the plan's vectors.
-        clip_norm: S_g in (0, √k] for a group of k vectors, where √k, the default (null), never clips a record with
-            ‖v_j‖ ≤ α_j for all j; one number for all groups, or a list in the order of the groups.
+        alpha: gives the scale of each vector; by default `UniformClipNorm(1)`.
     """
 
-    alpha: float | Sequence[float] | None = None
-    clip_norm: float | Sequence[float] | None = None
+    alpha: ClipNorm | None = None
 
-    def __call__(self, groups: Mapping[str, Sequence[Vector]], clip_norm: ClipNorm) -> dict[str, GroupClipping]:
+    def __call__(
+        self, groups: Mapping[str, Sequence[Vector]], clip_norms: Mapping[str, float | None]
+    ) -> dict[str, GroupClipping]:
         vectors = [(group, vector) for group, members in groups.items() for vector in members]
-        if self.alpha is None:
-            alphas = clip_norm([group for group, _ in vectors], [vector.d for _, vector in vectors])
-        else:
-            alphas = _each("mechanism.alpha", self.alpha, [vector.name for _, vector in vectors], "vectors")
-        scales = dict(zip((vector.parameters for _, vector in vectors), alphas, strict=True))
-        norms = [math.sqrt(len(members)) for members in groups.values()]
-        if self.clip_norm is not None:
-            norms = _each("mechanism.clip_norm", self.clip_norm, list(groups), "groups")
+        alpha = self.alpha or UniformClipNorm(1.0)
+        if not callable(alpha):
+            raise ConfigError(f"mechanism.alpha={alpha} gives no scales; choose alpha=fixed 'alpha.value={alpha}'.")
+        alphas = iter(alpha([group for group, _ in vectors], [vector.d for _, vector in vectors], "alpha"))
         return {
-            name: GroupClipping(
-                tuple(scales[vector.parameters] for vector in members),
-                at_most_root(f"mechanism.clip_norm={S} of group {name}", S, len(members)),
-            )
-            for (name, members), S in zip(groups.items(), norms, strict=True)
+            name: GroupClipping(tuple(next(alphas) for _ in members), _at_most_root(name, clip_norms[name], members))
+            for name, members in groups.items()
         }
+
+
+def _at_most_root(group: str, S: float | None, vectors: Sequence[Vector]) -> float:
+    k = len(vectors)
+    return math.sqrt(k) if S is None else at_most_root(f"clip_norm={S:g} of group {group}", S, k)
+
+
+def clip(
+    groups: Mapping[str, Sequence[Vector]], mechanisms: Mapping[str, Mechanism], clip_norms: Mapping[str, Any]
+) -> dict[str, GroupClipping]:
+    """The clipping of each group by its own mechanism and clipping norm, a `ClipNorm` or None."""
+    S: dict[str, float | None] = dict.fromkeys(groups)
+    for clip_norm, names in distinct(clip_norms):
+        if clip_norm is not None:
+            norms = clip_norm(names, [sum(vector.d for vector in groups[name]) for name in names])
+            S |= dict(zip(names, norms, strict=True))
+    found: dict[str, GroupClipping] = {}
+    for mechanism, names in distinct(mechanisms):
+        found |= mechanism({name: groups[name] for name in names}, S)
+    return {name: found[name] for name in groups}
 
 
 def at_most_root(what: str, S: float, k: int) -> float:
@@ -148,14 +192,6 @@ def at_most_root(what: str, S: float, k: int) -> float:
     if math.sqrt(k) < S:
         raise ConfigError(f"{what} must lie in (0, √k] for its k={k} vectors: at most {math.sqrt(k):.6g}.")
     return S
-
-
-def _each(key: str, value: float | Sequence[float], names: Sequence[str], what: str) -> list[float]:
-    if not isinstance(value, Sequence):
-        return [positive(key, value)] * len(names)
-    if len(value) != len(names):
-        raise ConfigError(f"{key} lists {len(value)} numbers for {len(names)} {what}: {', '.join(names)}.")
-    return [positive(f"{key}[{i}]", number) for i, number in enumerate(value)]
 
 
 class ClipRule(Protocol):

@@ -11,22 +11,24 @@ from dpexp._lightning_compat import refuse_mixed
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
-from dpexp.errors import ConfigError, positive
+from dpexp.errors import ConfigError
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
-from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, count_release
+from dpexp.privacy.plan.adaptive_clipping import adaptive_targets, count_release
 from dpexp.privacy.plan.allocation import Allocation, Explicit, Proportional
 from dpexp.privacy.plan.clipping import (
     Abadi,
     ClipNorm,
     ClipRule,
-    FixedClipNorm,
+    Joint,
     Mechanism,
     Separate,
     check_clip_rule,
+    clip,
+    options_by_group,
 )
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target, resolve_adjacency
-from dpexp.privacy.plan.plan import AdaptiveTargets, Group, PrivacyPlan
+from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import parts_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
@@ -40,23 +42,30 @@ class Clipping:
 
     Args:
         group: divides the parameters into groups; by default one.
-        mechanism: `Separate()`, the default, or `Joint()`.
-        clip_norm: by default 1 for each group.
-        clip_rule: by default Abadi's.
+        mechanism: `Separate()`, the default, or `Joint()`; or one for each group, by name.
+        clip_norm: gives S_g; by default 1 for separate clipping, and √k for joint clipping of k vectors; or one for
+            each group, by name.
+        clip_rule: by default Abadi's; or one for each group, by name.
         vectors: `layer`: a layer's weight and bias are one vector; or `parameter`.
 
     Raises:
-        ConfigError: the clip rule is none, or `vectors` is unknown.
+        ConfigError: a clip rule is none, `vectors` is unknown, or joint clipping has a clipping norm but no `alpha`.
     """
 
     group: Grouping = field(default_factory=flat)
-    mechanism: Mechanism = field(default_factory=Separate)
-    clip_norm: ClipNorm = field(default_factory=lambda: FixedClipNorm(1.0))
-    clip_rule: ClipRule = field(default_factory=Abadi)
+    mechanism: Mechanism | Mapping[str, Mechanism] = field(default_factory=Separate)
+    clip_norm: ClipNorm | Mapping[str, ClipNorm | None] | None = None
+    clip_rule: ClipRule | Mapping[str, ClipRule] = field(default_factory=Abadi)
     vectors: str = "layer"
 
     def __post_init__(self) -> None:
-        check_clip_rule(self.clip_rule)
+        for rule in self.clip_rule.values() if isinstance(self.clip_rule, Mapping) else [self.clip_rule]:
+            check_clip_rule(rule)
+        if isinstance(self.mechanism, Joint) and self.mechanism.alpha is None and self.clip_norm is not None:
+            raise ConfigError(
+                f"clip_norm={self.clip_norm} gives S_g with mechanism=joint, too, where it gave the scales α_j before; "
+                "say these as well: alpha=fixed, uniform, dimension or adaptive."
+            )
         if self.vectors not in VECTORS:
             raise ConfigError(f"vectors={self.vectors} is unknown; choose one of {', '.join(VECTORS)}.")
 
@@ -115,8 +124,14 @@ def make_plan(
             + " Call its configure_model() first." * hasattr(module, "configure_model")
         )
     grouped = {name: vectors(module, names, clipping.vectors) for name, names in clipping.group(module).items()}
-    clipped = clipping.mechanism(grouped, clipping.clip_norm)
-    metrics, adaptive = _metrics(grouped, private_metrics or {}, clipping)
+    mechanisms, clip_norms, clip_rules = (
+        options_by_group(name, getattr(clipping, name), grouped) for name in ("mechanism", "clip_norm", "clip_rule")
+    )
+    clipped = clip(grouped, mechanisms, clip_norms)
+    adaptive, share = adaptive_targets(grouped, mechanisms, clip_norms)
+    metrics = _metrics(grouped, private_metrics or {})
+    if adaptive is not None:
+        metrics |= {UNCLIPPED: count_release(adaptive, share)}
     remaining = 1 - sum(metric.budget_share for metric in metrics.values())
     if remaining <= 0:
         raise ConfigError(
@@ -148,10 +163,10 @@ def make_plan(
             groups, sampled = [], in_turn if q == policy.q else replace(in_turn, q=q)
             steps = steps or sampling.rounds(sampled)
             for name, release in (gradients | metrics).items():
-                S, w = release.clipping.clip_norm * (scale if name in gradients else 1.0), release.budget_share
-                sigma, for_gradients = z * S / math.sqrt(w), (clipping.clip_rule, c) if name in gradients else ()
-                scales = release.clipping.scales
-                groups.append(Group(name, release.vectors, scales, S, sigma, w, release.every_n_rounds, *for_gradients))
+                S, w = release.clipping.S * (scale if name in gradients else 1.0), release.budget_share
+                sigma, for_gradients = z * S / math.sqrt(w), (clip_rules[name], c) if name in gradients else ()
+                alphas = release.clipping.alphas
+                groups.append(Group(name, release.vectors, alphas, S, sigma, w, release.every_n_rounds, *for_gradients))
             return PrivacyPlan(
                 sampled, records, steps, tuple(groups), adjacency, schedules.over(steps), adaptive,
                 preprocessing=preprocessing, privacy_unit=privacy_unit, delta=target.delta,
@@ -198,23 +213,17 @@ def _privacy_target(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:
     return Epsilon(float(target.epsilon), target.delta)
 
 
-def _metrics(
-    grouped: Mapping[str, tuple[Vector, ...]], specs: Mapping[str, Any], clipping: Clipping
-) -> tuple[dict[str, MetricRelease], AdaptiveTargets | None]:
-    """The releases in addition to gradients, by name, and the targets of adaptive clipping norms."""
-    metrics, clip_norm = metric_releases(specs), clipping.clip_norm
+def _metrics(grouped: Mapping[str, tuple[Vector, ...]], specs: Mapping[str, Any]) -> dict[str, MetricRelease]:
+    """The releases in addition to gradients, by name."""
+    metrics = metric_releases(specs)
     both = sorted(set(metrics) & set(grouped))
     if both:
         raise ConfigError(
             f"private_metrics.release: {both[0]} is the name of a group of gradients too; rename one of them."
         )
     if UNCLIPPED in {*metrics, *grouped, *(vector.name for metric in metrics.values() for vector in metric.vectors)}:
-        raise ConfigError(f"{UNCLIPPED} is the name of what clip_norm=adaptive releases; choose another name.")
-    if isinstance(clip_norm, AdaptiveClipNorm):
-        targets = clip_norm.targets(grouped, clipping.mechanism)
-        share = positive("clip_norm.budget_share", clip_norm.budget_share)
-        return metrics | {UNCLIPPED: count_release(targets, share)}, targets
-    return metrics, None
+        raise ConfigError(f"{UNCLIPPED} is the name of what adaptive clipping norms release; choose another name.")
+    return metrics
 
 
 def _checked(plan: PrivacyPlan) -> PrivacyPlan:

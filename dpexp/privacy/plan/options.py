@@ -266,12 +266,9 @@ class Schedules:
     def check_adaptive(self, calibrate: str) -> None:
         """Raises ConfigError: adaptive clipping norms do not go with the other options."""
         if self.S is not None:
-            raise ConfigError(f"schedule.S={self.S} and clip_norm=adaptive both say how S varies; choose one.")
+            raise ConfigError(f"schedule.S={self.S} and adaptive clipping norms both say how S varies; choose one.")
         if calibrate == "clip_norm":
-            raise ConfigError(
-                "calibrate=clip_norm solves for a clipping norm that clip_norm=adaptive would change; calibrate "
-                "something else."
-            )
+            raise ConfigError("calibrate=clip_norm solves for a clipping norm that adapts; calibrate something else.")
 
 
 def _option(policy: str) -> str:

@@ -63,25 +63,33 @@ class Group:
 
 
 @dataclass(frozen=True)
-class AdaptiveTargets:
-    """Which clipping norms of a plan adapt, and to what.
+class AdaptiveMember:
+    """A clipping norm that adapts.
 
     Attributes:
-        members: (group, group) whose S_g adapts; or (group, vector) whose α_j does.
-        joint: scales α_j adapt.
-        target_quantiles: γ of each; learning_rate: η.
+        group, vector: S of the group adapts if `vector` is None; else the scale α of the vector.
+        target_quantile: γ; learning_rate: η.
     """
 
-    members: tuple[tuple[str, str], ...]
-    joint: bool
-    target_quantiles: tuple[float, ...]
+    group: str
+    vector: str | None
+    target_quantile: float
     learning_rate: float
+
+
+@dataclass(frozen=True)
+class AdaptiveTargets:
+    """Which clipping norms of a plan adapt, and to what; in the order of the plan's groups and vectors."""
+
+    members: tuple[AdaptiveMember, ...]
 
     @property
     def names(self) -> list[str]:
-        """The members' names: the vector's, after its group's if another group has a vector of that name."""
-        vectors = [vector for _, vector in self.members]
-        return [v if vectors.count(v) == 1 else f"{group}/{v}" for group, v in self.members]
+        """The members' names: the group's, or the vector's, after its group's if another group has such a vector."""
+        short = [m.vector or m.group for m in self.members]
+        return [
+            name if short.count(name) == 1 else f"{m.group}/{name}" for name, m in zip(short, self.members, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -138,9 +146,14 @@ class PrivacyPlan:
 
     @property
     def clip_rules(self) -> str:
-        """Description of the clip rules other than Abadi's; empty if there are none."""
-        rules = [group.clip_rule for group in self.groups if group.clip_rule != Abadi()]
-        return " and ".join(dict.fromkeys(map(describe, rules)))
+        """Description of the clip rules other than Abadi's, with their groups if these differ; empty: none."""
+        rules: dict[str, list[str]] = {}
+        for group in self.groups:
+            if not group.is_metric:
+                rules.setdefault(describe(group.clip_rule), []).append(group.name)
+        if len(rules) == 1:
+            return "".join(rules).removeprefix(Abadi().name)
+        return " and ".join(f"{rule} of {', '.join(names)}" for rule, names in rules.items())
 
     def at_round(self, t: int) -> "PrivacyPlan":
         """The plan of round t, from 0: without schedule, and of the groups that it releases."""

@@ -1,0 +1,115 @@
+"""A mechanism, clipping norm and clip rule for each group (McMahan, Andrew et al., section 1)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import plan_of
+from reference import engine_of, sums_of
+from torch import nn
+from torch.nn import functional as F
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
+from dpexp.privacy.plan.clipping import (
+    Abadi,
+    Automatic,
+    DimensionClipNorm,
+    FixedClipNorm,
+    Global,
+    Joint,
+    Psac,
+    Separate,
+    UniformClipNorm,
+)
+from dpexp.privacy.plan.groups import Groups, Match
+from dpexp.privacy.private_metrics import UNCLIPPED
+from dpexp.tracking.read import trials
+
+GROUP = Groups({"first": Match(parameters=["0.*", "2.*"]), "last": Match(parameters=["4.*"])})
+RULES = [Abadi(), Automatic(), Psac(), Global(3.0)]
+CLIP_NORMS = [None, FixedClipNorm(0.1), UniformClipNorm(0.3), DimensionClipNorm(1.0), AdaptiveClipNorm(0.2)]
+MECHANISMS = [
+    Separate(),
+    *(Joint(alpha) for alpha in (FixedClipNorm(0.3), DimensionClipNorm(0.5), AdaptiveClipNorm(0.1))),
+]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def by_group(options):
+    return st.fixed_dictionaries({"first": st.sampled_from(options), "last": st.sampled_from(options)})
+
+
+def loss_of(module, one):
+    return F.cross_entropy(module(one[0]), one[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(by_group(MECHANISMS), by_group(CLIP_NORMS), by_group(RULES), st.integers(0, 2**20), st.floats(-3, 6))
+def test_a_record_moves_each_groups_sum_by_at_most_its_own_s(mechanism, clip_norm, clip_rule, seed, size):
+    adapting = {group for group, norm in clip_norm.items() if isinstance(norm, AdaptiveClipNorm)}
+    clip_norm |= {group: None for group in adapting if isinstance(mechanism[group], Joint)}
+    module = model()
+    engine = engine_of(module, group=GROUP, mechanism=mechanism, clip_norm=clip_norm, clip_rule=clip_rule)
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(5, 4, generator=generator).double(), torch.randint(3, (5,), generator=generator)
+    x[0] *= 10**size
+    counts = next((g.vectors[0].parameters[0] for g in engine.plan.groups if g.name == UNCLIPPED), None)
+    all_records, all_counts = sums_of(engine, loss_of, (x, y)), engine._sums.get(counts)
+    others, other_counts = sums_of(engine, loss_of, (x[1:], y[1:])), engine._sums.get(counts)
+    for group in engine.plan.groups:
+        if group.name == UNCLIPPED:
+            assert float((all_counts - other_counts).norm()) <= group.S * (1 + 1e-9)
+            continue
+        moved = [
+            (all_records[name] - others[name]).square().sum() / alpha**2
+            for vector, alpha in zip(group.vectors, group.alphas, strict=True)
+            for name in vector.parameters
+        ]
+        assert math.sqrt(sum(moved)) <= group.S * (1 + 1e-9)
+        assert group.clip_rule == clip_rule[group.name]
+
+
+@pytest.mark.parametrize("mechanism", [Separate(), Joint(DimensionClipNorm(0.5)), Joint(AdaptiveClipNorm())])
+@pytest.mark.parametrize("clip_norm", [None, UniformClipNorm(0.7), FixedClipNorm([0.3, 0.4])])
+def test_one_option_for_all_groups_is_that_option_for_each(mechanism, clip_norm):
+    options = {"mechanism": mechanism, "clip_norm": clip_norm, "clip_rule": Automatic()}
+    each = {name: dict.fromkeys(("first", "last"), option) for name, option in options.items()}
+    common = {"n": 100, "q": 0.1, "steps": 9, "noise_multiplier": 1.0, "group": GROUP}
+    assert plan_of(model(), **common, **options) == plan_of(model(), **common, **each)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mechanism": {"first": Joint()}}, "mechanism names the groups first; the model has first, last"),
+        ({"clip_rule": {"first": Abadi(), "other": Abadi()}}, "clip_rule names the groups first, other"),
+        ({"clip_rule": {"first": Abadi(), "last": 2}}, "clip_rule=2 is no clip rule"),
+        ({"mechanism": Joint(), "clip_norm": UniformClipNorm(1.0)}, "say these as well: alpha=fixed, uniform"),
+        ({"mechanism": Joint(0.5)}, "mechanism.alpha=0.5 gives no scales; choose alpha=fixed"),
+    ],
+)
+def test_what_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        plan_of(model(), n=100, q=0.1, steps=9, noise_multiplier=1.0, group=GROUP, **options)
+
+
+def test_a_job_shows_them_by_group(dpexp_job, capsys):
+    folder = dpexp_job(
+        "group=conv_fc", "sampling.steps=2", "sampling.epochs=null", "trainer.num_evaluations=0", "alpha=adaptive",
+        "mechanism=by_group", "mechanism.by_group={conv: joint, fc: separate}",
+        "clip_norm=by_group", "clip_norm.by_group={conv: null, fc: {_target_: dpexp.FixedClipNorm, value: 0.5}}",
+        "clip_rule=by_group", "clip_rule.by_group={conv: abadi, fc: automatic}",
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "clip abadi of conv and automatic (gamma = 0.01) of fc" in shown
+    card = (folder / "card.md").read_text()
+    assert "abadi of conv and automatic (gamma = 0.01) of fc" in card
+    (row,) = trials(f"sqlite:///{folder.parents[1]}/mlflow.db", ["dpexp"]).to_dict("records")
+    assert row["mechanism"] == "conv: joint, fc: separate" and row["alpha"] == "adaptive"
