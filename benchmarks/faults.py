@@ -357,6 +357,10 @@ FAULTS = [
           "<= cost <= self._limit * 1.01:", "calibration -k knob"),
     fault("calibration takes what it tried last", "accounting/calibration.py", " if tried[1] <= self._limit), None)",
           "), None)", "calibration -k unreachable"),
+    fault("noise on the average as if on the sum", "privacy/plan/allocation.py",
+          "(records if self.sigma is None else 1.0)", "1.0", "solved_q -k average"),
+    fault("rounds of epochs at the q given, not the solved one", "privacy/plan/make.py",
+          "steps = steps or sampling.rounds(sampled)", "steps = steps or rounds", "solved_q -k epochs"),
     # The budget of a data set
     fault("a lost ledger counts as nothing", COSTS,
           "        return _as_reserved(found, reservation, found.note)\n    ended", "        return found\n    ended",

@@ -190,6 +190,21 @@ def not_private_reason(cfg: Any) -> str | None:
     return "unsafe diagnostics" if cfg.diagnostics == "unsafe" else None
 
 
+_RATE = ("sampling.sampling_rate", "sampling.expected_batch_size")
+_REPLACED = {  # by what is calibrated
+    "sampling_rate": (*_RATE, "privacy.noise_multiplier", "allocation.sigma"),
+    "sampling_rate_at_fixed_noise": (*_RATE, "allocation.sigma_of_average"),
+    "steps": ("sampling.steps", "sampling.epochs"),
+    "clip_norm": ("privacy.noise_multiplier",),
+}
+
+
+def replaced(cfg: Any) -> dict[str, Any]:
+    """The values given that calibration replaces, by key."""
+    keys = _REPLACED.get(cfg.calibrate, ()) if cfg.privacy.enabled else ()
+    return {key: value for key in keys if (value := OmegaConf.select(cfg, key)) is not None}
+
+
 def tracking_uri() -> str:
     """The default tracking URI."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.getcwd()}/outputs/mlflow.db"

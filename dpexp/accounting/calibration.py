@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibratable:
-    """A parameter of a plan that can be solved for: whether ε rises with it, the range of the search, and whether it
-    must be an integer."""
+    """A parameter of a plan that can be solved for: whether ε rises with it, the range of the search, whether it must
+    be an integer, and what of the noise is held, in words; empty: nothing."""
 
     epsilon_rises: bool
     lowest: float
     highest: float
     is_integer: bool = False
+    held: str = ""
 
 
-# `sampling_rate` keeps each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4);
-# `sampling_rate_at_fixed_noise` keeps z fixed. `clip_norm` scales every S_g at fixed σ̃_g.
+# With each σ_g of the averages held, σ̃_g = q n σ_g and z rise with q (paper, section 4). `clip_norm` scales every S_g.
 CALIBRATABLE = {
     "noise_multiplier": Calibratable(False, 2.0**-6, 2.0**20),
-    "sampling_rate": Calibratable(False, 2.0**-40, 1.0),
-    "sampling_rate_at_fixed_noise": Calibratable(True, 2.0**-40, 1.0),
-    "steps": Calibratable(True, 1, 2**40, is_integer=True),
-    "clip_norm": Calibratable(True, 2.0**-20, 2.0**20),
+    "sampling_rate": Calibratable(False, 2.0**-40, 1.0, held="each σ_g of the averages"),
+    "sampling_rate_at_fixed_noise": Calibratable(True, 2.0**-40, 1.0, held="z"),
+    "steps": Calibratable(True, 1, 2**40, is_integer=True, held="z and q"),
+    "clip_norm": Calibratable(True, 2.0**-20, 2.0**20, held="each σ̃_g"),
 }
 
 
@@ -64,7 +64,8 @@ def solve(
     lowest: float | None = None,
     precision: float = 1e-3,
 ) -> Calibration:
-    """The value of a parameter whose cost is at most the target, and no more than `precision` (relative) below it.
+    """The value of a parameter whose cost is at most the target, and no more than `precision` (relative) below it,
+    but for jumps of the cost, as at each number of rounds.
 
     It is the smallest such value of `noise_multiplier` and `sampling_rate`, and the largest of the others. At fixed
     σ_g, ε does not rise monotonically as q falls: if hardly any record is ever sampled, it falls again. The search for

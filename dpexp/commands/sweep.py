@@ -182,7 +182,7 @@ class Sweep:
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
         from dpexp.commands.account import cost_of_choice
         from dpexp.reporting import terminal
-        from dpexp.reporting.comparisons import best_of_trials, described
+        from dpexp.reporting.comparisons import WHY, best_of_trials, described
 
         frame = self.parent.trials()
         if has_failed and frame.empty and not self.parent.resumed:
@@ -194,11 +194,12 @@ class Sweep:
         apart = () if self.parent.facts.get("selects") else ("data", "cost")
         tops = {} if frame.empty else best_of_trials(frame, apart)
         lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
-        lines += [*described(tops, "**"), sentence, ""]
+        why = [WHY[knob] for knob in frame["knob"].unique() if knob in WHY]
+        lines += [*described(tops, "**"), *why, sentence, ""]
         lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]
         status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
         self.parent.conclude(frame, tops, costs, "\n".join(lines), status, self._output)
-        terminal.print_sweep(frame, failed, described(tops), sentence, self.parent.address, self._output)
+        terminal.print_sweep(frame, failed, [*described(tops), *why], sentence, self.parent.address, self._output)
 
 
 @contextmanager

@@ -177,8 +177,9 @@ def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
         chosen.append(f"data.users={cfg.data.users} synthetic users, to whom the records are assigned at random")
     if "shape: ${image_shape:" in given:
         chosen.append(f"data.shape={[*cfg.data.shape]}, for a small model where images are few")
-    if plan and "size: ${unless:" in given and cfg.sampling.expected_batch_size:
-        size, records = f"{cfg.sampling.expected_batch_size:.5g}", plan.privacy_unit.plural
+    batch = None if cfg.calibrate.startswith("sampling_rate") else cfg.sampling.expected_batch_size
+    if plan and "size: ${unless:" in given and batch:
+        size, records = f"{batch:.5g}", plan.privacy_unit.plural
         chosen.append(f"sampling.expected_batch_size={size}, of a quarter of the {records}, at most 512")
     if isinstance(module, Classifier) and (found := build.default_learning_rate(cfg, plan)):
         chosen.append(f"optimizer.lr={found['lr']:.3g}, for this number of rounds, noise and model")

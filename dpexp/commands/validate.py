@@ -240,7 +240,7 @@ def _check_privacy(cfg: DictConfig) -> None:
     check_covered(policy.name, adjacency, target.accountant)
     Noise(**values_of(cfg.noise)).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
     schedules = Schedules(**values_of(cfg.schedule))
-    schedules.check(policy.name, cfg.calibrate)
+    schedules.check(sampling_of(cfg), cfg.calibrate)
     schedules.over(rounds)
 
 

@@ -17,6 +17,7 @@ from dpexp.accounting.rounding import up
 from dpexp.reporting.comparisons import (
     DRAW,
     EPSILON,
+    WHY,
     Z,
     best_baselines,
     configurations,
@@ -84,6 +85,8 @@ def curves(trials: DataFrame, x: str, y: str) -> Figure:
     )
     where = [points[key].iloc[0] for key in ("data", "model") if points[key].nunique() == 1]
     figure.suptitle(f"{of} by {by_x}: {', '.join(where) or 'all trials'}")
+    if y == "knob_value":
+        axes.set_title(WHY.get(knob, ""), fontsize="small", wrap=True)
     if shown := axes.get_legend_handles_labels()[1]:
         columns = 2 if max(map(len, shown)) < 50 else 1
         figure.legend(loc="outside lower center", ncols=columns, fontsize="small")

@@ -17,8 +17,10 @@ from rich.table import Table
 from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
+from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.accounting.rounding import down, up
+from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -61,7 +63,11 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     if plan.calibration is not None:
         solved = plan.calibration
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
-        console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}")
+        line = f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}"
+        if held := CALIBRATABLE[solved.knob].held:
+            line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
+            line += " in place of " + ", ".join(f"{key}={value}" for key, value in replaced(cfg).items())
+        _print(escape(line))
     for event in plan.preprocessing:
         _print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}")
     console.print(plan_table(plan))

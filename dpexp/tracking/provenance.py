@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp import __version__
-from dpexp.config import BY_GROUP, COMMAND, not_private_reason
+from dpexp.config import BY_GROUP, COMMAND, not_private_reason, replaced
 from dpexp.privacy.plan.plan import PrivacyPlan
 
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
@@ -70,7 +70,7 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
 
 
 def run_name(cfg: DictConfig) -> str:
-    """The overrides in short, or if there are none, the main options."""
+    """The overrides in short, without those that calibration replaced; or if there are none, the main options."""
     if cfg.tracking.run_name:
         return str(cfg.tracking.run_name)[:MAX_NAME]
     swept = {"draw"}
@@ -78,7 +78,8 @@ def run_name(cfg: DictConfig) -> str:
         overrides = [word for word in shlex.split(os.environ.get(COMMAND, "")) if "=" in word and word[0] != "-"]
         swept |= swept_keys(overrides, HydraConfig.get().sweeper)
     main = [choices().get(name) for name in ("data", "model", "group", "mechanism")]
-    return short_name([*map(str, HydraConfig.get().overrides.task)], swept) or " ".join(map(str, main))
+    given = [word for word in map(str, HydraConfig.get().overrides.task) if _key(word) not in {*replaced(cfg)} - swept]
+    return short_name(given, swept) or " ".join(map(str, main))
 
 
 def short_name(overrides: Sequence[str], swept: Set[str]) -> str:

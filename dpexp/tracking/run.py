@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, contains_lines, ledger_so_far, write_ledger
+from dpexp.config import replaced
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.run_figures import epsilon_over_rounds
@@ -125,7 +126,8 @@ class TrackedRun:
 
     def log_start(self) -> None:
         """Logs configuration and plan."""
-        self._sender.params(params(OmegaConf.to_container(self._cfg, resolve=True)))
+        given, others = params(OmegaConf.to_container(self._cfg, resolve=True)), replaced(self._cfg)
+        self._sender.params({f"replaced.{key}" if key in others else key: value for key, value in given.items()})
         overrides = OmegaConf.to_yaml(HydraConfig.get().overrides.task)
         (self._output / "overrides.yaml").write_text(without_passwords(overrides))
         if self._plan is not None:

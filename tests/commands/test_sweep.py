@@ -25,6 +25,7 @@ from dpexp.accounting.multiple_runs import ORDERS, draw_repetitions, run_rdp, se
 from dpexp.accounting.rounding import up
 from dpexp.commands import train
 from dpexp.commands.result import objective
+from dpexp.reporting.comparisons import WHY
 
 QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
 SAME = "hydra.sweep.dir=outputs/multirun/a/b"  # in which a sweep goes on
@@ -202,6 +203,33 @@ def test_calibration_without_training_whose_trials_print_their_plans_if_asked_fo
         assert [probe.step for probe in probes] == list(range(len(probes)))
     assert {"knob_by_privacy.epsilon.png", "trials.csv"} <= store.files(store.parents()[0])
     assert "nothing has been spent" in store.note()
+
+
+def test_what_is_solved_is_shown_in_place_of_what_was_given(dpexp_job, store, capsys):
+    """In the terminal, in MLflow and by the sweep needed_q, which trains nothing."""
+    quick = ("model=logistic", "accountant=rdp")
+    dpexp_job("-m", "sweep=needed_q", *quick, "privacy.epsilon=2,8")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f" {WHY['sampling_rate']} " in printed and WHY["sampling_rate"] in store.note() and "% ·" not in printed
+    few, many = (run.data for run in sorted(store.trials(), key=lambda run: run.data.params["privacy.epsilon"]))
+    q = [float(run.params["plan.q"]) for run in (few, many)]
+    assert 0 < q[1] < q[0] < 0.2 and [f"{one:.4g}" for one in q] == re.findall(r"sampling_rate (\S+)", printed)
+    assert "sampling.expected_batch_size" not in few.params and few.params["allocation.sigma_of_average"] == "0.02"
+    assert {"knob_by_privacy.epsilon.png", "trials.csv"} <= store.files(store.parents()[0])
+
+    by_z = ("calibrate=sampling_rate", "privacy.noise_multiplier=2", "sampling.sampling_rate=0.1", "sampling.epochs=8")
+    output = dpexp_job(*quick, "train=false", "privacy.epsilon=3", *by_z)
+    result, printed = result_of(output), " ".join(capsys.readouterr().out.split())
+    z, rounds = result["noise_multiplier"], math.ceil(8 / result["q"] - 1e-6)
+    assert result["rounds"] == rounds and z == pytest.approx(2 * result["q"] / 0.1, rel=1e-12) and abs(z - 2) > 0.1
+    solved = f"with each σ_g of the averages held, q = {result['q']:.5g}, z = {z:.4g}, T = {rounds} in place of"
+    assert f"{solved} sampling.sampling_rate=0.1, privacy.noise_multiplier=2.0" in printed
+    assert "expected_batch_size" not in printed
+    run = store.client.get_run(result["mlflow_run_id"])
+    given = {"replaced.sampling.sampling_rate": "0.1", "replaced.privacy.noise_multiplier": "2.0"}
+    assert given.items() <= run.data.params.items() and "privacy.noise_multiplier" not in run.data.params
+    assert run.data.params["plan.z"] == f"{z:.6g}" and run.data.params["rounds"] == str(rounds)
+    assert "ε=3" in run.info.run_name and "z=" not in run.info.run_name and "sampling_rate=0" not in run.info.run_name
 
 
 def test_the_job_returns_its_objective(dpexp_job, monkeypatch):

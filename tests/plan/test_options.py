@@ -41,7 +41,6 @@ def test_a_policy_is_chosen_by_its_dotted_name():
 @pytest.mark.parametrize(
     "make, options, message",
     [
-        (dpexp.Sampling, {"steps": 1}, r"exactly one of sampling\.sampling_rate or sampling\.expected_batch_size"),
         (dpexp.Sampling, {"sampling_rate": 0.1}, r"exactly one of sampling\.steps or sampling\.epochs"),
         (dpexp.Sampling, {"policy": "torch.Tensor", "sampling_rate": 1, "steps": 1}, r"sampling\.policy=torch"),
         (dpexp.Sampling, {"policy": "no.Such", "sampling_rate": 0.1, "steps": 1}, "no.Such cannot be imported"),

@@ -270,8 +270,8 @@ def test_rounds_from_epochs_lose_no_step():
         ({"clip_norm": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
         ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
         (
-            {"allocation": Explicit([1.0]), "noise_multiplier": None},
-            r"allocation.sigma=\[1.0\] must be {group: number}",
+            {"allocation": Explicit([1.0, 2.0]), "noise_multiplier": None},
+            r"allocation.sigma lists 2 numbers for 1: all",
         ),
         ({"allocation": Explicit({1: 2}), "noise_multiplier": None}, "allocation.sigma names the groups 1; the model"),
         ({"group": Groups(["a"])}, r"group.groups=\['a'\] must be {name: {parameters:"),

@@ -77,7 +77,7 @@ def schema():
         "group": {"groups": {"*": dict.fromkeys(("layers", "parameters", "rest"))}},
         **{section: {"by_group": {"*": dict.fromkeys(("_target_", "value", "gamma"))}, "initial": any_name,
                      "value": any_name} for section in BY_GROUP},
-        "allocation": {"weights": any_name, "sigma": any_name},
+        "allocation": dict.fromkeys(("weights", "sigma", "sigma_of_average"), any_name),
         "trainer": dict.fromkeys((*inspect.signature(pl.Trainer).parameters, *dir(pl.Trainer))),
     })  # fmt: skip
     return names, options

@@ -14,6 +14,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import concatenate
 from dpexp.accounting.rounding import down, up
+from dpexp.reporting.comparisons import WHY
 from dpexp.reporting.run_figures import audit_figure, class_counts, epsilon_over_rounds, trade_off
 from dpexp.reporting.sweep_figures import ROUND, curves, figures_of
 from dpexp.reporting.terminal import print_audit
@@ -113,6 +114,20 @@ def test_every_z_that_is_drawn_was_needed_by_a_run():
     assert lines(figure.axes[0]) == needed and legend(figure) == [*needed]
     assert figure.axes[0].get_ylabel() == "noise_multiplier needed"
     assert ticks(figure) == ["1", "4"]
+
+
+def test_the_q_of_each_epsilon_is_drawn_and_why_it_falls():
+    """A sweep that only plans, as needed_q, has one figure: of q, not of accuracy."""
+    qs = {1: 0.06, 2: 0.045, 8: 0.027}
+    frame = trials(*({"privacy.epsilon": e, "knob": "sampling_rate", "knob_value": q, "epsilon": math.nan,
+                      "epsilon_planned": e, "test_accuracy": math.nan} for e, q in qs.items()))  # fmt: skip
+    drawn, omitted = figures_of(frame, NONE)
+    assert {*drawn} == {"knob_by_privacy.epsilon.png"} and not omitted
+    (axes,) = drawn["knob_by_privacy.epsilon.png"].axes
+    assert [*lines(axes).values()] == [[*qs.items()]] and axes.get_ylabel() == "sampling_rate needed"
+    assert axes.get_title() == WHY["sampling_rate"]
+    others = trials(*({"privacy.epsilon": e} for e in qs))
+    assert not curves(others, "privacy.epsilon", "knob_value").axes[0].get_title()
 
 
 EVALUATED = trials(*({"optimizer.lr": lr, "seed": seed, "round": k, "epsilon": 0.5 * k, "test_accuracy": lr * k / 10}

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpexp.errors import ConfigError, positive
-from dpexp.privacy.plan.clipping import GroupClipping, check_names
+from dpexp.errors import ConfigError, exactly_one, positive
+from dpexp.privacy.plan.clipping import GroupClipping, by_group, check_names
 from dpexp.privacy.plan.groups import Vector
 
 
@@ -71,22 +71,30 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Explicit:
-    """σ̃_g itself, by group name; z follows from it, so that neither ε nor z may be set as well."""
+    """The noise itself, for all groups or by group name; z follows from it, so that z may not be set as well.
 
-    sigma: Mapping[str, float]
+    Args:
+        sigma: σ̃_g, the standard deviation of the noise on the sum; or
+        sigma_of_average: σ_g, that of the noise on the average over q·n records of the privacy unit: σ̃_g = q·n·σ_g.
+    """
 
-    def noise_multiplier(self, clipping: Mapping[str, GroupClipping]) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2)."""
-        return sum(self._squares(clipping).values()) ** -0.5
+    sigma: float | Mapping[str, float] | None = None
+    sigma_of_average: float | Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        exactly_one("allocation", sigma=self.sigma, sigma_of_average=self.sigma_of_average)
+
+    def noise_multiplier(self, clipping: Mapping[str, GroupClipping], records: float) -> float:
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2); `records`: q·n."""
+        return (records if self.sigma is None else 1.0) * sum(self._squares(clipping).values()) ** -0.5
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         return _normalised(self._squares(clipping))
 
     def _squares(self, clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
-        check_names("allocation.sigma", self.sigma, clipping)
-        return {
-            name: (c.S / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2 for name, c in clipping.items()
-        }
+        key = "sigma" if self.sigma is not None else "sigma_of_average"
+        sigmas = by_group(f"allocation.{key}", getattr(self, key), [*clipping])
+        return {name: (c.S / s) ** 2 for (name, c), s in zip(clipping.items(), sigmas, strict=True)}
 
 
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:

@@ -98,7 +98,7 @@ def make_plan(
         adjacency: `add_remove`, `replace_one` or `replace_null`; by default the first that `sampling` covers.
         calibrate: what is solved for to meet the target: `noise_multiplier`; or, at the noise of the target's
             `noise_multiplier` or of an `Explicit` allocation, `sampling_rate`, `sampling_rate_at_fixed_noise`, `steps`
-            or `clip_norm` (see `dpexp.accounting.calibration`).
+            or `clip_norm` (see `dpexp.accounting.calibration`). With `sigma_of_average`, `sampling_rate` needs no q.
 
     Raises:
         ConfigError: a value is out of range, options contradict each other, the accountant does not cover the policy
@@ -109,10 +109,13 @@ def make_plan(
     clipping, allocation = clipping or Clipping(), allocation or Proportional()
     noise, schedules, privacy_unit = noise or Noise(), schedules or Schedules(), privacy_unit or Example()
     records = privacy_unit.num_records(n, users)
+    has_no_q = sampling.sampling_rate is sampling.expected_batch_size is None
+    if has_no_q and calibrate == "sampling_rate" and isinstance(allocation, Explicit) and allocation.sigma is None:
+        sampling = replace(sampling, sampling_rate=1.0)  # or any other: σ_g determines the noise at each q
     policy, rounds = sampling.resolve(n, records)
     adjacency = resolve_adjacency(policy.name, adjacency)
     target.check(calibrate, isinstance(allocation, Explicit))
-    schedules.check(policy.name, calibrate)
+    schedules.check(sampling, calibrate)
     privacy_target = _privacy_target(target)
     noise.check(policy.name, calibrate, privacy_target is not None, sampling.partitions)
     if not trainable(module):
@@ -147,7 +150,7 @@ def make_plan(
     gradients = {name: MetricRelease(grouped[name], own, remaining * shares[name]) for name, own in clipped.items()}
     z = target.noise_multiplier
     if isinstance(allocation, Explicit):
-        z = allocation.noise_multiplier(clipped) * math.sqrt(remaining)
+        z = allocation.noise_multiplier(clipped, policy.q * records) * math.sqrt(remaining)
 
     def with_bands(b: int) -> PrivacyPlan:
         c: tuple[float, ...] = (1.0,)
@@ -155,18 +158,18 @@ def make_plan(
             c = coefficients(str(noise.coefficients), b, rounds, noise.momentum or 0.0)
         in_turn = replace(policy, partitions=sampling.partitions or b) if isinstance(policy, CyclicPoisson) else policy
 
-        def plan_at(z: float, q: float = policy.q, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
+        def plan_at(z: float, q: float = policy.q, steps: int | None = None, scale: float = 1.0) -> PrivacyPlan:
             """The plan at a noise multiplier, sampling rate, number of rounds and scale of the clipping norms."""
-            groups = []
+            groups, sampled = [], in_turn if q == policy.q else replace(in_turn, q=q)
+            steps = steps or sampling.rounds(sampled)
             for name, release in (gradients | metrics).items():
                 S, w = release.clipping.S * (scale if name in gradients else 1.0), release.budget_share
                 sigma, for_gradients = z * S / math.sqrt(w), (clip_rules[name], c) if name in gradients else ()
                 alphas = release.clipping.alphas
                 groups.append(Group(name, release.vectors, alphas, S, sigma, w, release.every_n_rounds, *for_gradients))
             return PrivacyPlan(
-                in_turn if q == policy.q else replace(in_turn, q=q), records, steps, tuple(groups), adjacency,
-                schedules.over(steps), adaptive, preprocessing=preprocessing, privacy_unit=privacy_unit,
-                delta=target.delta,
+                sampled, records, steps, tuple(groups), adjacency, schedules.over(steps), adaptive,
+                preprocessing=preprocessing, privacy_unit=privacy_unit, delta=target.delta,
             )  # fmt: skip
 
         if z is not None and calibrate == "noise_multiplier":

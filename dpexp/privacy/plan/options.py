@@ -30,10 +30,10 @@ class Sampling:
         sampling_rate: q in (0, 1]; or `expected_batch_size` = q·n, in examples. full_batch needs neither.
         max_batch_size: of truncated_poisson, in records.
         partitions: of cyclic_poisson; by default as many as the noise has bands.
-        steps: rounds T; or `epochs` E, for T = ⌈E/q⌉.
+        steps: rounds T; or `epochs` E, for T = ⌈E/q⌉, also of a q that is solved for.
 
     Raises:
-        ConfigError: a value is out of range, or not exactly one of each pair is given.
+        ConfigError: a value is out of range, or neither or both of `steps` and `epochs` are given.
     """
 
     policy: str = "poisson"
@@ -47,7 +47,6 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.policy == "full_batch" and self.sampling_rate is self.expected_batch_size is None:
             self.sampling_rate = 1.0
-        exactly_one("sampling", sampling_rate=self.sampling_rate, expected_batch_size=self.expected_batch_size)
         exactly_one("sampling", steps=self.steps, epochs=self.epochs)
         policy_class(self.policy)
         if self.sampling_rate is not None:
@@ -66,8 +65,9 @@ class Sampling:
             n: published number of examples; records: of records, where a record is not one example.
 
         Raises:
-            ConfigError: the values do not go with n, or with the policy.
+            ConfigError: q is not given exactly once, or the values do not go with n, or with the policy.
         """
+        exactly_one("sampling", sampling_rate=self.sampling_rate, expected_batch_size=self.expected_batch_size)
         positive_integer("data.n", n)
         q = self.sampling_rate
         if self.expected_batch_size is not None:
@@ -80,7 +80,11 @@ class Sampling:
         assert q is not None  # as exactly_one requires
         records = records or n
         policy = make_policy(self.policy, q, records, self.max_batch_size, n / records, self.partitions)
-        return policy, policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
+        return policy, self.rounds(policy)
+
+    def rounds(self, policy: Policy) -> int:
+        """The number of rounds T, which for `epochs` follows from the policy's q."""
+        return policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
 
 
 @dataclass(frozen=True)
@@ -240,8 +244,9 @@ class Schedules:
         """The schedule of so many rounds; raises ConfigError if a list does not have one number for each."""
         return Schedule(**{name: segments(f"schedule.{name}", spec, rounds) for name, spec in self._specs.items()})
 
-    def check(self, policy: str, calibrate: str) -> None:
+    def check(self, sampling: Sampling, calibrate: str) -> None:
         """Raises ConfigError: the schedules do not go with the sampling policy, or with what is calibrated."""
+        policy = policy_class(sampling.policy).name
         given = [f"schedule.{name}={spec}" for name, spec in self._specs.items() if spec is not None]
         if given and policy == "cyclic_poisson":
             raise ConfigError(f"{given[0]} is not supported with sampling=cyclic_poisson; choose sampling=poisson.")
@@ -250,8 +255,11 @@ class Schedules:
             raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {_option(policy)}'s q cannot vary.")
         if calibrate.startswith("sampling_rate") and self.q is not None:
             raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
-        if calibrate == "steps" and any(isinstance(spec, list) for spec in self._specs.values()):
-            raise ConfigError("calibrate=steps cannot stretch a schedule that lists every round; give linear or step.")
+        solves_rounds = calibrate == "steps" or (calibrate.startswith("sampling_rate") and sampling.steps is None)
+        if solves_rounds and any(isinstance(spec, list) for spec in self._specs.values()):
+            raise ConfigError(
+                f"calibrate={calibrate} cannot stretch a schedule that lists rounds; give linear or step."
+            )
         if calibrate.startswith("sampling_rate") and not varies:
             raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
 
