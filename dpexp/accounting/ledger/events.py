@@ -57,8 +57,8 @@ class SamplingEvent:
 
     Attributes:
         policy: `poisson` (each record independently at rate q), `truncated_poisson` (a Poisson sample, then a random
-            subset of at most `maximum` records), `fixed_size` (q·n of n, without replacement), `shuffle` (one batch of
-            a random partition of the records into 1/q equal batches), `all`, or `cyclic_poisson` (records are assigned
+            subset of at most `maximum` records), `fixed_size` (q·n of n, without replacement), `shuffle` (one of
+            the disjoint samples into which an epoch divides the records; the last one may be smaller), `all`, or `cyclic_poisson` (records are assigned
             to `parts` partitions at random; round t samples from partition t mod `parts`, each record independently
             at rate q·parts).
         q: the average rate at which a record is included.

@@ -112,17 +112,18 @@ class AdaptiveState:
         Returns:
             The round's clipping norms and fractions, as metrics.
         """
-        norms = dict(self.clip_norms(now))
+        norms, weight = dict(self.clip_norms(now)), now.sampling.weight
         for name, norm in norms.items():
             history.setdefault(name, []).append((completed, norm, 0.0))
-        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in self.update(counts).items()}
+        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in self.update(counts, weight).items()}
 
-    def update(self, released: Tensor) -> dict[str, float]:
-        """Updates the multipliers by the released counts Σ_i b_i/qn [k], noise included; returns b̂ by name."""
+    def update(self, released: Tensor, weight: float = 1.0) -> dict[str, float]:
+        """Updates the multipliers by the released counts Σ_i b_i/qn [k], noise included, of a sample of that weight;
+        returns b̂ by name."""
         fractions = {}
         for k, (name, gamma) in enumerate(zip(self._targets.names, self._targets.target_quantiles, strict=True)):
             fractions[name] = float(released[k]) + 0.5
-            exponent = -self._targets.learning_rate * (fractions[name] - gamma)
+            exponent = -weight * self._targets.learning_rate * (fractions[name] - gamma)
             multiplier = self.multipliers[k] * math.exp(max(-1.0, min(1.0, exponent)))
             self.multipliers[k] = min(max(multiplier, 1 / _LARGEST_MULTIPLIER), _LARGEST_MULTIPLIER)
         return fractions
