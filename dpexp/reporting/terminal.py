@@ -50,10 +50,13 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     if plan is None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
+    last = plan.sampling.at_round(int(plan.sampling.rounds_per_epoch) - 1, plan.n)
     _print(
         f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
-        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.privacy_unit.plural}{_last_of_epoch(plan)}), z = "
+        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.privacy_unit.plural}), z = "
         f"{plan.noise_multiplier:.4g}"
+        + (f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}" if last.weight < 1 else "")
+        + (f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})" if last.weight < 1 else "")
         + (", on a schedule" if plan.schedule != Schedule() else "")
         + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
         + (f", clip {plan.clip_rules}" if plan.clip_rules else "")
@@ -80,17 +83,6 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
-
-
-def _last_of_epoch(plan: PrivacyPlan) -> str:
-    """What the smaller last sample of an epoch is divided by, if there is one."""
-    last = min(plan.stages(plan.rounds), key=lambda now: now.sampling.weight).sampling
-    if last.weight == 1:
-        return ""
-    return (
-        f"; the last of an epoch's {last.rounds_per_epoch} samples has {last.q * plan.n:.0f}: its sums are divided by "
-        f"{last.q * plan.n:.0f}, and its step is multiplied by {last.weight:.3g}, so that all records weigh alike"
-    )
 
 
 def print_check(step: str, seconds: float, rounds: int) -> None:

@@ -118,7 +118,7 @@ def test_fixed_size_samples_are_uniform_subsets_of_exactly_that_size():
 @settings(max_examples=200, deadline=None)
 @given(n=st.integers(1, 400), batch=st.integers(1, 400), seed=st.integers(0, 9))
 def test_a_shuffled_epoch_has_every_record_exactly_once(n, batch, seed):
-    """Of q·n in each sample but the last, which has the rest; q, n and the event are those of the sample that is drawn."""
+    """Of q·n in each sample but the last, which has the rest; the events say the sizes that are drawn."""
     policy = Shuffle(min(batch, n) / n)
     drawn = policy.draw(n, KeyStream.known(seed, "sampling", 0))
     assert sorted(i for sample in drawn for i in sample) == list(range(n))

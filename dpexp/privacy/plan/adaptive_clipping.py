@@ -112,14 +112,13 @@ class AdaptiveState:
         Returns:
             The round's clipping norms and fractions, as metrics.
         """
-        norms, weight = dict(self.clip_norms(now)), now.sampling.weight
+        norms, found = dict(self.clip_norms(now)), self.update(counts, now.sampling.weight)
         for name, norm in norms.items():
             history.setdefault(name, []).append((completed, norm, 0.0))
-        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in self.update(counts, weight).items()}
+        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in found.items()}
 
     def update(self, released: Tensor, weight: float = 1.0) -> dict[str, float]:
-        """Updates the multipliers by the released counts Σ_i b_i/qn [k], noise included, of a sample of that weight;
-        returns b̂ by name."""
+        """Updates the multipliers by the noisy counts Σ_i b_i/qn [k] of a sample of that weight; returns b̂ by name."""
         fractions = {}
         for k, (name, gamma) in enumerate(zip(self._targets.names, self._targets.target_quantiles, strict=True)):
             fractions[name] = float(released[k]) + 0.5

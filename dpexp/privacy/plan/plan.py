@@ -165,11 +165,6 @@ class PrivacyPlan:
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query for group in now.groups))] += times
         return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header())
 
-    def stages(self, rounds: int) -> "Iterator[PrivacyPlan]":
-        """The plans of the first rounds, one for each segment in which nothing but the released groups changes."""
-        for start, _ in self.schedule.segments(rounds, self._breaks):
-            yield self.at_round(start)
-
     @cached_property
     def _breaks(self) -> tuple[int, ...]:
         """The first and the last rounds of epochs of disjoint samples."""
@@ -192,7 +187,8 @@ class PrivacyPlan:
 
     def sampling_events(self) -> tuple[SamplingEvent, ...]:
         """The events of the rounds, up to their epochs."""
-        return tuple(now.sampling.event(self.n, 0) for now in self.stages(self.rounds))
+        starts = [start for start, _ in self.schedule.segments(self.rounds, self._breaks)]
+        return tuple(self.at_round(start).sampling.event(self.n, 0) for start in starts)
 
 
 @lru_cache(maxsize=256)

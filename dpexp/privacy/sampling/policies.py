@@ -31,11 +31,13 @@ class Policy(ABC):
 
     Attributes:
         name: the policy's name in events.
+        weight: the sample's size over that of others of its epoch; its average gradient is multiplied by it.
         needs_exact_n: the training set must hold exactly n records.
         is_cyclic: all samples of a job depend on one another.
     """
 
     q: float
+    weight = 1.0
     name: ClassVar[str]
     needs_exact_n: ClassVar[bool] = True
     is_cyclic: ClassVar[bool] = False
@@ -48,13 +50,8 @@ class Policy(ABC):
         return _event(self.name, self.q, n)
 
     def at_round(self, t: int, n: int) -> "Policy":
-        """The policy of round t, from 0, for n records: a sample may be smaller than the others of its epoch."""
+        """The policy of round t, from 0, whose sample may be smaller than the others of its epoch."""
         return self
-
-    @property
-    def weight(self) -> float:
-        """By which a sample's average gradient is multiplied, so that records of all samples weigh alike."""
-        return 1.0
 
     @property
     def rounds_per_epoch(self) -> float:
@@ -151,11 +148,7 @@ class FixedSize(Policy):
 
 @dataclass(frozen=True)
 class Shuffle(Policy):
-    """Each epoch shuffles the records and splits them into disjoint samples of q·n; the last one has the rest.
-
-    Attributes:
-        weight: the sample's size over that of the others of its epoch.
-    """
+    """Each epoch shuffles the records and splits them into disjoint samples of q·n; the last one has the rest."""
 
     name: ClassVar[str] = "shuffle"
     weight: float = 1.0
