@@ -122,7 +122,7 @@ class AdaptiveState:
         fractions = {}
         for k, (name, gamma) in enumerate(zip(self._targets.names, self._targets.target_quantiles, strict=True)):
             fractions[name] = float(released[k]) + 0.5
-            exponent = -weight * self._targets.learning_rate * (fractions[name] - gamma)
+            exponent = -self._targets.learning_rate * weight * (fractions[name] - gamma)
             multiplier = self.multipliers[k] * math.exp(max(-1.0, min(1.0, exponent)))
             self.multipliers[k] = min(max(multiplier, 1 / _LARGEST_MULTIPLIER), _LARGEST_MULTIPLIER)
         return fractions
