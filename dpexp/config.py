@@ -246,10 +246,11 @@ def _class_count(names: Any) -> int:
     return len(names)
 
 
-def _batch_size_for(n: int, users: int | None, unit: Any) -> float:
-    """The default number of examples in a sample: those of a quarter of the privacy units, and of at most 512."""
+def _batch_size_for(n: int, users: int | None, unit: Any, evenly: bool = False) -> float:
+    """The default number of examples in a sample: those of a quarter of the units, at most 512; `evenly`: or so."""
     units = users if unit.kind == "user" and users else n / (unit.size or 1)
-    return max(1, min(512, units // 4)) * max(n, 1) / max(units, 1)
+    size = max(1, min(512, units // 4))
+    return (math.ceil(units / max(1, round(units / size))) if evenly else size) * max(n, 1) / max(units, 1)
 
 
 def _image_shape(n: int) -> list[int]:

@@ -55,7 +55,7 @@ CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
 _WHY = {
     "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
     "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
-    "shuffle": "a partition into equal batches only exists when n is the same on both sides",
+    "shuffle": "the sizes of disjoint batches are public only if n is the same on both sides",
 }
 
 

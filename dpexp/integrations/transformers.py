@@ -84,9 +84,9 @@ class PrivateTrainer(Trainer):
         """Logs, evaluates and saves as the arguments say."""
         assert self.private
         self.state.global_step = completed
-        self.state.epoch = completed * self.plan.sampling.q
+        self.state.epoch = completed / self.plan.sampling.rounds_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        if completed % round(1 / self.plan.sampling.q) == 0 or completed == self.plan.rounds:
+        if completed % round(self.plan.sampling.rounds_per_epoch) == 0 or completed == self.plan.rounds:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         if self.control.should_log:
             self.control.should_log = False

@@ -173,7 +173,7 @@ class Canaries(pl.Callback):
             averages = np.stack(
                 [table.grad.double().cpu().numpy()[: self._coordinates, 0] for table in self._tables[g]]
             )
-            by = np.array([(-1) ** j * q * now.n / alpha for j, alpha in enumerate(group.alphas)])
+            by = np.array([(-1) ** j * q / now.sampling.weight * now.n / alpha for j, alpha in enumerate(group.alphas)])
             self.reader.add(self._round, g, group, by[:, None] * averages, self._sign(g) * difference, there)
         self.reader.end(self.count, q)
         self._round += 1

@@ -24,7 +24,9 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 
 BATCHNORM = "batchnorm"  # metric group of private batch normalization
 UNCLIPPED = "fraction_within_clip_norm"  # metric group of adaptive clipping
+SAMPLE_SIZE = "sample_size"  # metric whose value is 1 for each record, and whose estimate is shown times qn
 WEIGHT = ".weight"  # key of a record's weight, which is not released
+_COUNT = value_key(SAMPLE_SIZE)
 _KEYS = ("clip_norm", "budget_share", "dim", "every_n_rounds", "values")
 _WINDOW_SHARE = 5  # the moving average is over the last 1/5 of the releases
 # A record's values by metric key, and the functorch level at which they are recorded.
@@ -50,6 +52,7 @@ def metric_releases(configured: Mapping[str, Any]) -> dict[str, MetricRelease]:
     """Reads `private_metrics.release`: `{clip_norm, budget_share, dim: 1, every_n_rounds: 1}` by metric name.
 
     `values: {name: {alpha, dim: 1}}` clips k metrics jointly, with clip_norm at most √k, its default (see `Joint`).
+    `sample_size` counts the sample's records, with or without a value of the training step; it takes no clip_norm.
 
     Raises:
         ConfigError: a key is missing, unknown or out of range.
@@ -83,6 +86,10 @@ def entry_names(metric: str, d: int) -> list[str]:
 
 
 def _release(key: str, name: str, entry: Any) -> MetricRelease:
+    if name == SAMPLE_SIZE and isinstance(entry, Mapping):
+        if unused := sorted({*entry} - {"budget_share", "every_n_rounds"}):
+            raise ConfigError(f"{key}.{unused[0]} is not taken: each record counts 1; give budget_share alone.")
+        entry = {"clip_norm": 1.0} | {**entry}
     if not isinstance(entry, Mapping) or not set(entry) <= {*_KEYS} or "budget_share" not in entry:
         known = ", ".join(_KEYS)
         raise ConfigError(
@@ -99,8 +106,8 @@ def _release(key: str, name: str, entry: Any) -> MetricRelease:
     vectors, alphas = [], []
     for value, one in values.items():
         where = f"{key}.values.{value}" if "values" in entry else key
-        if not isinstance(value, str):
-            raise ConfigError(f"{key}.values: {value} must be a name.")
+        if not isinstance(value, str) or ("values" in entry and value == SAMPLE_SIZE):
+            raise ConfigError(f"{key}.values: {value} must be a name, and {SAMPLE_SIZE} is released by itself.")
         if not isinstance(one, Mapping) or not {"alpha"} <= set(one) <= {"alpha", "dim"}:
             raise ConfigError(f"{where}={one} must set alpha, the scale, and dim if it is above 1.")
         dim = positive_integer(f"{where}.dim", one.get("dim", 1))
@@ -123,7 +130,7 @@ def release(name: str, value: Any) -> None:
         RuntimeError: called inside another vmap, or outside the record's own step.
     """
     marked, level = _marked.get()
-    if value_key(name) not in marked:
+    if value_key(name) not in marked or name == SAMPLE_SIZE:
         return
     if current_level() != level:  # it would count as a value of every record
         raise RuntimeError(f"dpexp.release({name!r}) must be called with a value of training_step's one record.")
@@ -172,7 +179,7 @@ class Values:
         Yields a function for use in the same vmap that returns tensors [d] by key; it raises ValueError if a value does
         not have the plan's dimension.
         """
-        marked: dict[str, Any] = {key: [] for key in self.sizes} | {WEIGHT: [] if weighted else ()}
+        marked: dict[str, Any] = {key: [1.0] * (key == _COUNT) for key in self.sizes} | {WEIGHT: [] if weighted else ()}
         token = _marked.set((marked, current_level()))
         try:
             yield lambda: {key: self._mean(key, values) for key, values in marked.items() if values}
@@ -248,5 +255,6 @@ def _of_round(now: PrivacyPlan, released: Mapping[str, Tensor]) -> Iterator[tupl
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):
             if vector.is_value and group.name != UNCLIPPED and not vector.name.startswith(f"{BATCHNORM}/"):
                 numbers = released[value_key(vector.name)].tolist()
+                unit = now.sampling.q * now.n if vector.name == SAMPLE_SIZE else 1.0
                 for name, number in zip(entry_names(vector.name, len(numbers)), numbers, strict=True):
-                    yield name, number, alpha * group.sigma / (now.sampling.q * now.n)
+                    yield name, unit * number, unit * (alpha * group.sigma / (now.sampling.q * now.n))

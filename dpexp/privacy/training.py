@@ -288,20 +288,22 @@ class PrivateTraining:
         return position.digest
 
     def _release(self, module: nn.Module) -> None:
-        """Sets each parameter's gradient to the noisy average of the sample's clipped gradients."""
+        """Sets each parameter's gradient to the noisy average of the sample's clipped gradients, times its weight."""
         assert self._ledger and self._engine
-        released = self._engine.release(self._ledger)
+        released, weight = self._engine.release(self._ledger), self._engine.current_plan.sampling.weight
         if self._has_metrics:
             self._metrics = self.estimates.add(self._engine.current_plan, self.rounds_done + 1, released)
         if self.adaptive_state:
             self._indicators = released[value_key(UNCLIPPED)]
         for layer in self._norm_layers:
             if (key := value_key(str(layer.metric_name))) in released:
-                layer.update(released[key])
+                layer.update(released[key] * weight)
         for parameter in module.parameters():
             parameter.grad = None
         for name, trained in self._engine.parameters.items():
             trained.grad = released[name].to(trained.dtype) if name in released else None
+            if weight < 1 and trained.grad is not None:
+                trained.grad.mul_(weight)
         self._released = True
 
     def _end_round(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from shlex import quote
 from typing import Any
 
@@ -68,7 +69,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines.append("")
     lines += [f"In words: {in_words(result['risk'], str(plan.privacy_unit))}.", ""]
     stages = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
-    q = _range((now.sampling.q for now in stages), 5)
+    q = _range((event.q for event in replace(plan, rounds=max(1, result["rounds"])).sampling_events()), 5)
     coefficients = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
     correlated = f"noise correlated over b = {len(plan.bands)} rounds, c = ({coefficients}), " if plan.bands[1:] else ""
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""

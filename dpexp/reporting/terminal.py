@@ -52,10 +52,13 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     if plan is None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
+    last = plan.sampling.at_round(int(plan.sampling.rounds_per_epoch) - 1, plan.n)
     _print(
         f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
         f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.privacy_unit.plural}), z = "
         f"{plan.noise_multiplier:.4g}"
+        + (f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}" if last.weight < 1 else "")
+        + (f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})" if last.weight < 1 else "")
         + (", on a schedule" if plan.schedule != Schedule() else "")
         + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
         + (f", clip {plan.clip_rules}" if plan.clip_rules else "")

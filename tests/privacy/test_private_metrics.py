@@ -15,8 +15,11 @@ import dpexp
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.sampling.policies import Poisson
 
 B, Q, N = 7, 0.1, 100
 RELEASE = {
@@ -122,6 +125,48 @@ def test_a_value_inside_a_transform_is_refused(tmp_path, recwarn):
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
     with pytest.raises(ConfigError, match="must be called with a value"):
         released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+
+
+COUNTED = {"sample_size": {"budget_share": 0.1}, "loss": {"clip_norm": 0.6, "budget_share": 0.1}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("given", [None, 7.0])
+def test_the_size_of_a_sample_is_counted_whatever_the_step_gives(name, given, tmp_path, recwarn):
+    """A record counts 1 = S, and one without a loss 0; what is shown is the size."""
+    model, batch = MODELS[name]().double(), data()
+
+    def loss_of(one):
+        if given is not None:
+            dpexp.release("sample_size", given)
+        return step(model, one)
+
+    plan = own_plan(model, COUNTED)
+    engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
+    sums = released(engine, tmp_path / "ledger", batch, loss_of)
+    assert float(sums[value_key("sample_size")]) == pytest.approx(B, abs=1e-5)
+    assert engine.mode == name, engine.reason
+    (group,) = [group for group in plan.groups if group.name == "sample_size"]
+    assert group.S == 1.0 and group.sigma == pytest.approx(1e-8 / math.sqrt(0.1))
+    shown = estimates.add(plan, 1, {key: value / (Q * N) for key, value in sums.items()})
+    assert shown["private/sample_size"] == pytest.approx(B, abs=1e-5)
+    assert shown["private/sample_size_noise_std"] == pytest.approx(group.sigma)
+    assert shown["private/loss_noise_std"] == pytest.approx(0.6e-8 / math.sqrt(0.1) / (Q * N))
+    fewer = tuple(part[1:] for part in batch)
+    sums = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "fewer", fewer, loss_of)
+    assert float(sums[value_key("sample_size")]) == pytest.approx(B - 1, abs=1e-5), "a record moves it by S"
+
+
+def test_the_mean_of_estimates_is_the_mean_size_of_poisson_samples(dpexp_job):
+    output = dpexp_job(
+        "model=mlp", "private_metrics.release={sample_size: {budget_share: 0.1}}", "sampling.steps=20",
+        "sampling.expected_batch_size=100", "privacy.noise_multiplier=1e-6", "privacy.noise_seed=1",
+        "trainer.num_evaluations=0", "tracking=none",
+    )  # fmt: skip
+    found = result_of(output)["released"]["sample_size"]
+    policy, stream = Poisson(100 / 1437), KeyStream.known(1, "sampling", 0)
+    sizes = [len(policy.draw(1437, stream)[0]) for _ in range(20)]
+    assert found["estimate"] == pytest.approx(sum(sizes[-4:]) / 4, abs=1e-3) and found["sd"] < 1e-4
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, 3e38])
@@ -279,6 +324,10 @@ def test_a_resumed_run_keeps_earlier_releases(tmp_path):
         ({"a": {"budget_share": 0.1, "values": {"b": {"alpha": 1}}, "clip_norm": 1.1}}, "at most 1"),
         ({"a": {"budget_share": 0.1, "values": {"b": {}}}}, "must set alpha"),
         ({"a": {"budget_share": 0.1, "values": []}}, "must map names"),
+        ({"a": {"budget_share": 0.1, "values": {"sample_size": {"alpha": 1}}}}, "sample_size is released by itself"),
+        ({"sample_size": {"budget_share": 0.1, "clip_norm": 4}}, "sample_size.clip_norm is not taken"),
+        ({"sample_size": {"clip_norm": 1}}, "sample_size.clip_norm is not taken"),
+        ({"sample_size": {}}, "must set clip_norm and budget_share"),
         (
             {"a": {"budget_share": 0.1, "clip_norm": 1}, "c": {"budget_share": 0.1, "values": {"a": {"alpha": 1}}}},
             "is in two groups",

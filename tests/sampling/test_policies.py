@@ -5,6 +5,8 @@ from itertools import islice
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, chisquare
 
 from dpexp.errors import ConfigError
@@ -113,15 +115,41 @@ def test_fixed_size_samples_are_uniform_subsets_of_exactly_that_size():
     assert following / ((rounds - 1) * size) == pytest.approx((batch / size) ** 2, rel=0.03), "drawn anew each round"
 
 
-def test_shuffled_batches_are_equal_and_disjoint_within_an_epoch():
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 400), batch=st.integers(1, 400), seed=st.integers(0, 9))
+def test_a_shuffled_epoch_has_every_record_exactly_once(n, batch, seed):
+    """Of q·n in each sample but the last, which has the rest; the events say the sizes that are drawn."""
+    policy = Shuffle(min(batch, n) / n)
+    drawn = policy.draw(n, KeyStream.known(seed, "sampling", 0))
+    assert sorted(i for sample in drawn for i in sample) == list(range(n))
+    assert len(drawn) == policy.rounds_per_epoch == policy.rounds(1)
+    events = [policy.at_round(t, n).event(n, 0) for t in range(len(drawn))]
+    assert [round(event.q * n) for event in events] == [len(sample) for sample in drawn]
+    assert math.fsum(event.q for event in events) == pytest.approx(1, abs=1e-12)
+    last = policy.at_round(len(drawn) - 1, n)
+    assert last.weight == pytest.approx(len(drawn[-1]) / len(drawn[0]))
+    assert [len(sample) for sample in last.draw(n, KeyStream())] == [len(sample) for sample in drawn], "when resumed"
+
+
+@pytest.mark.parametrize("n, batch", [(10**9 + 1, 10**3), (10**8, 1), (10**7 + 1, 10**3), (3 * 10**8, 10**8)])
+def test_the_rest_of_many_records_is_exact(n, batch):
+    policy = Shuffle(batch / n)
+    assert policy.rounds_per_epoch == -(-n // batch)
+    last = policy.at_round(policy.rounds_per_epoch - 1, n)
+    assert last.event(n, 0).q * n == pytest.approx(n % batch or batch, rel=1e-12)
+    assert last.rounds_per_epoch == policy.rounds_per_epoch
+
+
+def test_shuffled_samples_are_drawn_uniformly_and_anew_each_epoch():
     size, batch, epochs = 23, 5, 3000
-    seen = included(Shuffle(batch / size), size, 4 * epochs)
-    assert (seen.sum(1) == batch).all()
-    by_epoch = seen.reshape(epochs, 4, size)
-    assert (by_epoch.sum(1) <= 1).all(), "disjoint"
-    assert (by_epoch.sum((1, 2)) == 20).all(), "three records sit each epoch out"
-    assert chisquare(by_epoch.sum((0, 1)).double().numpy()).pvalue > 1e-3, "not always the same three"
-    assert chisquare(by_epoch[:, 0].sum(0).double().numpy()).pvalue > 1e-3, "shuffled anew each epoch"
+    seen = included(Shuffle(batch / size), size, 5 * epochs)
+    assert seen.sum(1).tolist() == [5, 5, 5, 5, 3] * epochs
+    by_epoch = seen.reshape(epochs, 5, size)
+    assert (by_epoch.sum(1) == 1).all(), "each record once"
+    for k in (0, 4):
+        assert chisquare(by_epoch[:, k].sum(0).double().numpy()).pvalue > 1e-3, "every record alike"
+    following = int((by_epoch[:-1, 4] * by_epoch[1:, 4]).sum())
+    assert following / ((epochs - 1) * size) == pytest.approx((3 / size) ** 2, rel=0.15), "shuffled anew each epoch"
 
 
 def test_truncation_keeps_a_uniform_subset_of_at_most_the_maximum():
@@ -146,6 +174,17 @@ def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
     assert {chunk.epoch for _, chunk in chunks} == {14} and run.completed == 20
     _, chunks = samples(run)
     assert {chunk.epoch for _, chunk in chunks} == {20} and run.completed == 30
+
+
+def test_a_resumed_shuffled_epoch_has_samples_of_the_sizes_that_its_events_say():
+    policy = Shuffle(5 / 13)  # samples of 5, 5 and 3
+    for completed in range(6):
+        run = RoundSampler(lambda t: policy.at_round(t, 13), 13, 6, 7, KeyStream.known(0, "sampling", 0))
+        run.completed = completed
+        rounds, chunks = samples(run)
+        assert [len(sample) for sample in rounds] == [5, 5, 3][completed % 3 :]
+        assert len({i for sample in rounds for i in sample}) == sum(map(len, rounds)), "disjoint"
+        assert {chunk.epoch for _, chunk in chunks} == {completed}
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,10 @@ class SamplingEvent:
 
     Attributes:
         policy: `poisson` (each record independently at rate q), `truncated_poisson` (a Poisson sample, then a random
-            subset of at most `maximum` records), `fixed_size` (q·n of n, without replacement), `shuffle` (one batch of
-            a random partition of the records into 1/q equal batches), `all`, or `cyclic_poisson` (records are assigned
-            to `parts` partitions at random; round t samples from partition t mod `parts`, each record independently
-            at rate q·parts).
+            subset of at most `maximum` records), `fixed_size` (q·n of n, without replacement), `shuffle` (one of
+            the disjoint samples of an epoch, of q·n records each; the last one may be smaller), `all`, or
+            `cyclic_poisson` (records are assigned to `parts` partitions at random; round t samples from partition t mod
+            `parts`, each record independently at rate q·parts).
         q: the average rate at which a record is included.
         n: the published number of records.
         maximum: only for `truncated_poisson`: the largest sample.

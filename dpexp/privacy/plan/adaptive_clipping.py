@@ -121,17 +121,17 @@ class AdaptiveState:
         Returns:
             The round's clipping norms and fractions, as metrics.
         """
-        norms = dict(self.clip_norms(now))
+        norms, found = dict(self.clip_norms(now)), self.update(counts, now.sampling.weight)
         for name, norm in norms.items():
             history.setdefault(name, []).append((completed, norm, 0.0))
-        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in self.update(counts).items()}
+        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in found.items()}
 
-    def update(self, released: Tensor) -> dict[str, float]:
-        """Updates the multipliers by the released counts Σ_i b_i/qn [k], noise included; returns b̂ by name."""
+    def update(self, released: Tensor, weight: float = 1.0) -> dict[str, float]:
+        """Updates the multipliers by the noisy counts Σ_i b_i/qn [k] of a sample of that weight; returns b̂ by name."""
         fractions = {}
         for k, (name, member) in enumerate(zip(self._targets.names, self._targets.members, strict=True)):
             fractions[name] = float(released[k]) + 0.5
-            exponent = -member.learning_rate * (fractions[name] - member.target_quantile)
+            exponent = -member.learning_rate * weight * (fractions[name] - member.target_quantile)
             multiplier = self.multipliers[k] * math.exp(max(-1.0, min(1.0, exponent)))
             self.multipliers[k] = min(max(multiplier, 1 / _LARGEST_MULTIPLIER), _LARGEST_MULTIPLIER)
         return fractions

@@ -156,20 +156,20 @@ class PrivacyPlan:
         return " and ".join(f"{rule} of {', '.join(names)}" for rule, names in rules.items())
 
     def at_round(self, t: int) -> "PrivacyPlan":
-        """The plan of round t, from 0: without schedule, and of the groups that it releases."""
-        if self.schedule == Schedule() and not self._periods:
+        """The plan of round t, from 0: of its sample, without schedule, and of the groups that it releases."""
+        sampling = self.sampling.at_round(t, self.n)
+        if self.schedule == Schedule() and not self._periods and sampling is self.sampling:
             return self
         due = tuple((t + 1) % group.every_n_rounds == 0 for group in self.groups)
-        return _in_round(self, self.schedule.at_round(t), due)
+        return _in_round(self, self.schedule.at_round(t), due, sampling)
 
     def ledger(self, since: int = 0) -> Ledger:
         """The ledger of the plan; of its rounds from number `since` on, without preprocessing if that is above 0."""
         per_epoch = self.sampling.rounds_per_epoch
-        epochs = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         rounds: Counter[Round] = Counter()
         for event in () if since else self.preprocessing:
             rounds[Round(SamplingEvent("all", 1.0, self.n), (event,))] += 1
-        for start, count in self.schedule.segments(self.rounds, (*epochs, since)):
+        for start, count in self.schedule.segments(self.rounds, (*self._breaks, since)):
             if start < since:
                 continue
             epoch = start - start % per_epoch if isinstance(per_epoch, int) else since
@@ -177,6 +177,13 @@ class PrivacyPlan:
                 now = self.at_round(t)
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query for group in now.groups))] += times
         return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header())
+
+    @cached_property
+    def _breaks(self) -> tuple[int, ...]:
+        """The first and the last rounds of epochs of disjoint samples."""
+        per_epoch = self.sampling.rounds_per_epoch
+        starts = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
+        return tuple(t for start in starts for t in (start, start + int(per_epoch) - 1))
 
     @cached_property
     def _periods(self) -> tuple[int, ...]:
@@ -193,20 +200,20 @@ class PrivacyPlan:
 
     def sampling_events(self) -> tuple[SamplingEvent, ...]:
         """The events of the rounds, up to their epochs."""
-        starts = [start for start, _ in self.schedule.segments(self.rounds)]
+        starts = [start for start, _ in self.schedule.segments(self.rounds, self._breaks)]
         return tuple(self.at_round(start).sampling.event(self.n, 0) for start in starts)
 
 
 @lru_cache(maxsize=256)
-def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...]) -> PrivacyPlan:
+def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...], sampling: Policy) -> PrivacyPlan:
     """Multiplies S of gradients only: a metric's S depends on what it measures."""
-    if by == Multipliers() and all(due):
+    if by == Multipliers() and all(due) and sampling == plan.sampling:
         return plan
     released = [group for group, now in zip(plan.groups, due, strict=True) if now]
     scales = [1.0 if group.is_metric else by.S for group in released]
     return replace(
         plan,
-        sampling=plan.sampling if by.q == 1 else replace(plan.sampling, q=plan.sampling.q * by.q),
+        sampling=sampling if by.q == 1 else replace(sampling, q=sampling.q * by.q),
         groups=tuple(
             replace(group, S=group.S * scale, sigma=group.sigma * scale * by.z, every_n_rounds=1)
             for group, scale in zip(released, scales, strict=True)

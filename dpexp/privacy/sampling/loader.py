@@ -140,7 +140,8 @@ class RoundSampler(Sampler[list[Any]]):
         for t in range(self.completed, self.epoch_end()):
             policy, partition = self.policy_at(t), self.partitions[t % len(self.partitions)]
             if not samples:
-                samples.extend(_checked(policy.draw(len(partition), self.stream), policy, len(partition)))
+                drawn = _checked(policy.draw(len(partition), self.stream), policy, len(partition))
+                samples.extend(drawn[t % len(drawn) :])  # those of the rest of a resumed epoch
                 began = self._first if policy.is_cyclic else t
             rows, self.sampled_from[t] = [partition[k] for k in samples.popleft()], partition
             digest = 0 if self.processes.is_single else digest_of_rows(rows)

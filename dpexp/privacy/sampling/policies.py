@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from inspect import isabstract
 from numbers import Real
@@ -31,11 +31,13 @@ class Policy(ABC):
 
     Attributes:
         name: the policy's name in events.
+        weight: the sample's size over that of others of its epoch; its average gradient is multiplied by it.
         needs_exact_n: the training set must hold exactly n records.
         is_cyclic: all samples of a job depend on one another.
     """
 
     q: float
+    weight = 1.0
     name: ClassVar[str]
     needs_exact_n: ClassVar[bool] = True
     is_cyclic: ClassVar[bool] = False
@@ -46,6 +48,10 @@ class Policy(ABC):
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         """The event of one sample; `epoch`: the first round of the samples that it depends on."""
         return _event(self.name, self.q, n)
+
+    def at_round(self, t: int, n: int) -> "Policy":
+        """The policy of round t, from 0, whose sample may be smaller than the others of its epoch."""
+        return self
 
     @property
     def rounds_per_epoch(self) -> float:
@@ -142,21 +148,32 @@ class FixedSize(Policy):
 
 @dataclass(frozen=True)
 class Shuffle(Policy):
-    """Each epoch shuffles the records and splits them into disjoint batches of q·n; a remainder is left out."""
+    """Each epoch shuffles the records and splits them into disjoint samples of q·n; the last one has the rest."""
 
     name: ClassVar[str] = "shuffle"
+    weight: float = 1.0
+
+    def at_round(self, t: int, n: int) -> "Shuffle":
+        if (t + 1) % self.rounds_per_epoch:
+            return self
+        batch = whole_batch(self.q, n)
+        rest = n - (self.rounds_per_epoch - 1) * batch
+        return self if rest == batch else replace(self, q=rest / n, weight=rest / batch)
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, epoch=epoch)
 
     @property
     def rounds_per_epoch(self) -> int:
-        return math.floor(1 / self.q + 1e-9)
+        return math.ceil(self.weight / self.q * (1 - 1e-12))
 
     def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
-        order = stream.permutation(size)
-        batch = whole_batch(self.q, size)
-        return [order[k * batch : (k + 1) * batch].tolist() for k in range(self.rounds_per_epoch)]
+        return self.split(stream.permutation(size).tolist())
+
+    def split(self, order: list[int]) -> list[list[int]]:
+        """An epoch's samples of records in this order."""
+        batch = whole_batch(self.q / self.weight, len(order))
+        return [order[k * batch : (k + 1) * batch] for k in range(self.rounds_per_epoch)]
 
 
 @dataclass(frozen=True)
