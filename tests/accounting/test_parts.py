@@ -122,12 +122,13 @@ def test_account_adds_up_parts_that_overlap_or_have_other_rules(written, capsys)
         assert "In sequence: all costs add up" in capsys.readouterr().out
     cost = account([*written(on(0, 0.5), on(0.5, 1)), "delta=1e-5", "adjacency=replace_null"])["pld"]
     assert cost == epsilon(concatenate([on(*ALL, adjacency="replace_null")] * 2), 1e-5)
+    capsys.readouterr()
     account([*written(on(*ALL), on(*ALL)), "delta=1e-5"])
-    assert "In " not in capsys.readouterr().out.partition("In sequence")[2].partition("In words")[0]
+    assert "In sequence" not in capsys.readouterr().out
 
 
 def test_a_figure_of_disjoint_parts_is_refused(written, tmp_path):
-    with pytest.raises(ConfigError, match="figure=.*shows one composition"):
+    with pytest.raises(ConfigError, match=r"figure=.*shows one composition"):
         account([*written(on(0, 0.5), on(0.5, 1)), "delta=1e-5", f"figure={tmp_path}/x.png"])
 
 
@@ -164,5 +165,5 @@ FORGED = ["", [], {}, {"rule": RULE}, {"rule": 1, "low": 0, "high": 1}, {"rule":
 def test_a_part_that_is_none_is_refused(tmp_path, part):
     path = tmp_path / "a.jsonl"
     path.write_bytes(Chain().header({"adjacency": "add_remove", "part": part}))
-    with pytest.raises(ConfigError, match="the header's part .* is not understood"):
+    with pytest.raises(ConfigError, match=r"the header's part .* is not understood"):
         read_ledger(path)
