@@ -82,7 +82,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
         adjacency=cfg.privacy.adjacency,
         calibrate=calibrate,
     )
-    return replace(plan, part=part_of(cfg.data.part, cfg.data.id))
+    return replace(plan, part=part_of(cfg.data.get("part"), cfg.data.id))
 
 
 def _by_group(cfg: DictConfig, section: str) -> Any:

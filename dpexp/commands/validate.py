@@ -198,11 +198,11 @@ def _check_part(cfg: DictConfig) -> None:
     if part_of(part, cfg.data.id) is None:
         return
     adjacency = resolve_adjacency(policy_class(cfg.sampling.policy).name, cfg.privacy.adjacency)
-    person = module.get("person", module.get("user")) if cfg.privacy_unit.get("user_attribute") == "user_of" else None
+    person, by_person = module.get("person", module.get("user")), cfg.privacy_unit.get("user_attribute") == "user_of"
     for holds, wanted in (
         (module.get("part") == part, f"is no option of {module._target_}; choose data=csv or data=documents"),
         (cfg.data.id is not None, "needs data.id, the name of the data set that all parts are of"),
-        (unit == "example" or (unit == "user" and part.column == person),
+        (unit == "example" or (by_person and part.column == person),
          f"needs privacy_unit=example, in which a row has one id, or privacy_unit=user and its column, {person}"),
         (adjacency == "add_remove", f"needs adjacency=add_remove: with {adjacency}, a record may change its part"),
     ):  # fmt: skip

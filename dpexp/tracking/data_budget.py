@@ -186,14 +186,13 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
             whole = planned if planned <= kept.epsilon else None
         found.append((whole is None and not kept.holds(spent), spent, whole, len(costs) - len(released) + len(one)))
     _, spent, whole, count = max(found, key=lambda use: use[:2])
-    left = max(0.0, kept.limit - spent)
+    left, others = max(0.0, kept.limit - spent), " (others are on disjoint parts)" * (count < len(costs))
     description = (
-        f"{_percent(spent, kept)} is spent or reserved by {count} run{'s' * (count != 1)}"
-        f"{' (others are on parts disjoint from these)' * (count < len(costs))}, "
+        f"{_percent(spent, kept)} is spent or reserved by {count} run{'s' * (count != 1)}{others}, "
         f"{down(100 * left / kept.limit, 3)} % is left, worth one Gaussian release of "
         f"ε = {down(kept.gaussian(left), 4)}"
         if whole is None
-        else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
+        else f"the first run's whole plan takes it{others}, with ε = {up(whole, 4)} by pld, and nothing is left"
     )
     return BudgetUse(spent, whole, description)
 

@@ -57,7 +57,7 @@ def test_each_part_of_the_data_has_the_whole_budget(run_on, ran, ask, capsys):
     renyi = rdp.RdpAccountant([KEPT.order])
     renyi.compose(dp_accounting.PoissonSampledDpEvent(EVENT.q, dp_accounting.GaussianDpEvent(60.0)), HALF)
     assert used.spent == rho(two_thirds, KEPT.order) == pytest.approx(float(renyi.rdp[0]), rel=1e-9)
-    assert "by 1 run (others are on parts disjoint from these)" in used.description
+    assert "by 1 run (others are on disjoint parts)" in used.description
     found = run_on.account("delta=1e-5")
     assert found["composed"] == epsilon(two_thirds, 1e-5) and found["spent"] == used.spent
     assert "In parallel: a record is at most in the runs of" in " ".join(capsys.readouterr().out.split())
@@ -81,6 +81,7 @@ def test_a_whole_plan_is_admitted_where_nothing_was_released(run_on, ran, ask, c
             ask(overlapping)
     used = budget_used(run_on.charges(), KEPT, "people")
     assert used.whole == epsilon(whole, 1e-5) <= 0.5
+    assert "whole plan takes it (others are on disjoint parts), with ε = 0.5 by pld" in used.description
 
 
 def test_what_is_overdrawn_is_not_hidden_by_a_whole_plan_that_took_more(run_on, ran):
