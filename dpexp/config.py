@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unicodedata import normalize
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from dpexp.accounting.ledger.events import Part
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules
 
@@ -27,7 +29,8 @@ class Data:
     that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
     the next of which each record is padded by a `collate_fn` that pads. `path` to `prompts`: of data of one's own, see
     conf/data/{csv,images,huggingface,documents,labelled_texts}.yaml; `unsafe`: the schema
-    was filled from the rows without noise. `module`: the `_target_` of a LightningDataModule, with its arguments."""
+    was filled from the rows without noise. `part`: {column, low, high}, the training records whose hash of an id is
+    in the range; `n` and `users` are its own. `module`: the `_target_` of a LightningDataModule, with its arguments."""
 
     id: str | None = None
     n: int = MISSING
@@ -43,6 +46,7 @@ class Data:
     target: str | None = None
     person: str | None = None
     test_hash: Any = None
+    part: Any = None
     input: str | None = None
     label: str | None = None
     class_names: Any = None
@@ -226,11 +230,21 @@ def _resolved(path: str | None) -> str | None:
     return path and normalize("NFC", str(Path(path).resolve()))
 
 
-def _table(fact: str, schema: str, target: str, person: str) -> Any:
-    """What the schema of a table says; see `tables.facts_of`."""
+def part_of(part: Any, data_id: str | None) -> Part | None:
+    """What `data.part` names of a data set; None: all of it."""
+    if part is None:
+        return None
+    if not isinstance(part, Mapping) or {*part} != {"column", "low", "high"}:
+        raise ConfigError(f"data.part={part} must be {{column: NAME, low: 0, high: 0.5}}, a range of its hash.")
+    return Part(f"sha256 of {part['column']!r} in data.id={data_id!r}", part["low"], part["high"])
+
+
+def _table(fact: str, schema: str, target: str, person: str, part: Any = None) -> Any:
+    """What the schema of a table says; see `tables.facts_of`. Of a part, how many rows or users to expect."""
     from dpexp.training.data.tables import facts_of  # imports torch
 
-    return facts_of(schema, target, person)[fact]
+    found, used = facts_of(schema, target, person)[fact], part_of(part, None)
+    return found if used is None or found is None else max(1, round(found * (used.high - used.low)))
 
 
 def _class_names(*source: str | None) -> list[str]:

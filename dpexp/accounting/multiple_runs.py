@@ -1,4 +1,5 @@
-"""The privacy of several runs: a Rényi filter over all runs on a data set, and private selection among trials.
+"""The privacy of several runs: on disjoint parts of a data set, by a Rényi filter over all of them, and of private
+selection among trials.
 
 *Rényi filter* (Feldman & Zrnic 2021, arXiv 2008.11193, theorem 3.1): fix an order α and a limit B. If round t is
 (α, ρ_t)-Rényi DP, where ρ_t may depend on all earlier results, and Σ ρ_t ≤ B always, then all rounds together are
@@ -12,9 +13,10 @@ Poisson distribution (η = ∞). Each trial draws its configuration uniformly at
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,23 @@ from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError, positive
+
+
+def sharing(ledgers: Sequence[Ledger]) -> list[list[int]]:
+    """The largest sets of ledgers, by index, that may have used one record. All together cost what the worst set does.
+
+    A record has one hash by each rule. The ranges that hold a hash all hold the largest of their lower ends. A replaced
+    record may change its hash, so that parts are disjoint only under `add_remove`.
+
+    Raises:
+        ConfigError: the ledgers have different adjacencies or privacy units.
+    """
+    check_same(ledgers, "ledgers", "composed")
+    parts = [ledger.part if ledger.adjacency == "add_remove" else None for ledger in ledgers]
+    ends = {part.rule: [p.low for p in parts if p and p.rule == part.rule] for part in parts if part}
+    hashes = [dict(zip(ends, point, strict=True)) for point in product(*map(sorted, ends.values()))]
+    sets = [[k for k, p in enumerate(parts) if p is None or p.low <= of[p.rule] < p.high] for of in hashes]
+    return [one for k, one in enumerate(sets) if one not in sets[:k] and not any({*one} < {*more} for more in sets)]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.table import Table
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import check_delta, check_names, is_bound
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
-from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon
+from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon, sharing
 from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
@@ -43,11 +43,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Source:
-    """A ledger with the name that it was given by; δ if it is known."""
+    """A ledger with the name that it was given by; δ and the data set if they are known."""
 
     name: str
     ledger: Ledger
     delta: float | None = None
+    data_id: str | None = None
 
 
 def account(arguments: Sequence[str]) -> dict[str, float]:
@@ -63,19 +64,23 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     sources = [_source(argument, uri) for argument in arguments if not is_option(argument)]
     if not sources:
         raise ConfigError("account needs a ledger file, an output folder or an MLflow run id; see account --help.")
-    ledger = concatenate([source.ledger for source in sources])
     if cfg.adjacency is not None:
         if cfg.adjacency not in ADJACENCIES:
             raise ConfigError(f"adjacency={cfg.adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
-        ledger = replace(ledger, adjacency=cfg.adjacency)
+        sources = [replace(one, ledger=replace(one.ledger, adjacency=cfg.adjacency)) for one in sources]
+    ledgers = [source.ledger for source in sources]
+    ledger, together = concatenate(ledgers), _together(ledgers)
     at = _delta(cfg.delta, [source.delta for source in sources])
     names = applicable_accountants(ledger) if cfg.accountant == "all" else cfg.accountant.replace(" ", "").split(",")
     check_names(names)
-    costs = {name: epsilon(ledger, at, name) for name in names}
+    costs = {name: max(epsilon(one, at, name) for one in together) for name in names}
     _print(ledger, sources, at, costs, cfg.epsilon)
-    by = "by" if is_bound(names[0]) else "about, by"
-    console.print(f"In words, {by} {names[0]}: {in_words(risk(ledger, names[0]).figures(), ledger.unit)}")
+    by, figures = "by" if is_bound(names[0]) else "about, by", [risk(one, names[0]).figures() for one in together]
+    worst = {name: max(one[name] for one in figures) for name in figures[0] if all(name in one for one in figures)}
+    console.print(f"In words, {by} {names[0]}: {in_words(worst, ledger.unit)}")
     if cfg.figure is not None:
+        if len(together) > 1:
+            raise ConfigError(f"figure={cfg.figure} shows one composition; give only runs on one part of the data.")
         from dpexp.reporting.run_figures import trade_off
 
         try:
@@ -97,7 +102,23 @@ def _source(name: str, uri: str) -> Source:
     if not path.is_dir():
         return Source(name, ledger_so_far(path))
     said = OmegaConf.load(path / "config.yaml") if (path / "config.yaml").exists() else OmegaConf.create()
-    return Source(name, ledger_so_far(path / "ledger.jsonl"), OmegaConf.select(said, "privacy.delta"))
+    delta, data_id = OmegaConf.select(said, "privacy.delta"), OmegaConf.select(said, "data.id")
+    return Source(name, ledger_so_far(path / "ledger.jsonl"), delta, data_id)
+
+
+def _together(ledgers: Sequence[Ledger]) -> list[Ledger]:
+    """The runs that may have used one record, composed; one such ledger for each of several disjoint parts."""
+    return [concatenate([ledgers[k] for k in one]) for one in sharing(ledgers)]
+
+
+def _say_parts(ledgers: Sequence[Ledger]) -> None:
+    """Says whether runs on parts of the data are composed in parallel or in sequence."""
+    sets, parts = sharing(ledgers), [str(ledger.part or "all records") for ledger in ledgers]
+    if len(sets) > 1:
+        shown = "; or of ".join(" and ".join(dict.fromkeys(parts[k] for k in one)) for one in sets)
+        console.print(f"In parallel: a record is at most in the runs of {escape(shown)}. The worst of them counts.")
+    elif len({*parts}) > 1:
+        console.print("In sequence: all costs add up, but for disjoint parts of one rule under add_remove.")
 
 
 def _delta(given: float | None, deltas: Sequence[float | None]) -> float:
@@ -111,6 +132,7 @@ def _delta(given: float | None, deltas: Sequence[float | None]) -> float:
 
 
 def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
+    ledgers = [source.ledger for source in sources]
     for source in sources:
         if source.ledger.incomplete:
             console.print(
@@ -128,9 +150,13 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     console.print(
         f"{runs}{ledger.training_rounds} rounds ({kinds}){before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}"
     )
+    _say_parts(ledgers)
+    if len(named := {source.data_id for source in sources} - {None}) > 1:
+        several = escape(", ".join(sorted(map(str, named))))
+        console.print(f"The data sets differ ({several}): ε adds up what a person loses who may be in all of them.")
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
-        at_epsilon = [up(delta(ledger, e, name), 4)] if e is not None else []
+        at_epsilon = [up(max(delta(one, e, name) for one in _together(ledgers)), 4)] if e is not None else []
         table.add_row(name, up(cost, 6), *at_epsilon, "an approximation, no bound" if not is_bound(name) else "")
     console.print(table)
 
@@ -193,7 +219,8 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
             console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
     known = [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
     unknown = sum(cost.ledger is None or cost.not_private_reason is not None for cost in costs)
-    composed = epsilon(concatenate(known), at, cfg.accountant) if known else 0.0
+    composed = max(epsilon(one, at, cfg.accountant) for one in _together(known)) if known else 0.0
+    _say_parts(known)
     total = f"at most {up(composed, 4)}" if any(cost.ledger_missing for cost in costs) else up(composed, 4)
     if unknown:
         total = f"more than {up(composed, 4)}, by an unknown amount"
@@ -234,7 +261,7 @@ def with_earlier(earlier: Sequence[Ledger], own: Ledger, delta: float) -> str:
         return ""
     together = f"with {len(earlier)} earlier run{'s' * (len(earlier) > 1)} on these data"
     try:
-        return f"{together}, ε = {up(epsilon(concatenate([*earlier, own]), delta), 4)}"
+        return f"{together}, ε = {up(max(epsilon(one, delta) for one in _together([*earlier, own])), 4)}"
     except ConfigError:  # they have different adjacencies
         return f"{together} no single ε can be stated"
 

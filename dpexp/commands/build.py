@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -21,7 +22,7 @@ from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
-from dpexp.config import CONF
+from dpexp.config import CONF, part_of
 from dpexp.errors import ConfigError, place_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, make_plan
@@ -66,7 +67,7 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
 
 def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Noise, target: Target) -> PrivacyPlan:
     clipping = {name: _by_group(cfg, name) for name in ("mechanism", "clip_norm", "clip_rule")}
-    return make_plan(
+    plan = make_plan(
         module,
         n=cfg.data.n,
         sampling=sampling_of(cfg),
@@ -81,6 +82,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
         adjacency=cfg.privacy.adjacency,
         calibrate=calibrate,
     )
+    return replace(plan, part=part_of(cfg.data.get("part"), cfg.data.id))
 
 
 def _by_group(cfg: DictConfig, section: str) -> Any:

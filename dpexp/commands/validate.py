@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
-from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, refusal_of_resolver
+from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, part_of, refusal_of_resolver
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
@@ -53,6 +53,7 @@ def check(cfg: DictConfig) -> None:
     _check_objects(cfg)
     _check_single_values(cfg)
     _check_class_weights(cfg)
+    _check_part(cfg)
     _check_accountants(list(cfg.accountant.names))
     for delta in (cfg.privacy.delta, *(cfg.audit.deltas if cfg.audit else ())):
         check_delta(delta)
@@ -189,6 +190,24 @@ def _check_single_values(cfg: DictConfig) -> None:
         if not holds:
             value = OmegaConf.select(cfg, key)
             raise ConfigError(f"{key}={repr(value) if key == 'data.id' else value} {wanted}.")
+
+
+def _check_part(cfg: DictConfig) -> None:
+    """Whether a record's part depends on its privacy unit alone, and stays the same."""
+    part, module, unit = cfg.data.get("part"), cfg.data.module, cfg.privacy_unit.kind
+    if part_of(part, cfg.data.id) is None:
+        return
+    adjacency = resolve_adjacency(policy_class(cfg.sampling.policy).name, cfg.privacy.adjacency)
+    person, by_person = module.get("person", module.get("user")), cfg.privacy_unit.get("user_attribute") == "user_of"
+    for holds, wanted in (
+        (module.get("part") == part, f"is no option of {module._target_}; choose data=csv or data=documents"),
+        (cfg.data.id is not None, "needs data.id, the name of the data set that all parts are of"),
+        (unit == "example" or (by_person and part.column == person),
+         f"needs privacy_unit=example, in which a row has one id, or privacy_unit=user and its column, {person}"),
+        (adjacency == "add_remove", f"needs adjacency=add_remove: with {adjacency}, a record may change its part"),
+    ):  # fmt: skip
+        if not holds:
+            raise ConfigError(f"data.part={part} {wanted}.")
 
 
 def _check_class_weights(cfg: DictConfig) -> None:

@@ -183,7 +183,7 @@ class PrivateTraining:
         processes.assert_equal(plan=digest_of_plan(self.plan), records=rounds.digest)
         header = (
             self.plan.adjacency, self.plan.sampling_events(), resumed_from is not None, self._position,
-            self._not_private_reason(), self.plan.privacy_unit.to_header(),
+            self._not_private_reason(), self.plan.privacy_unit.to_header(), self.plan.part,
         )  # fmt: skip
         self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *header))
         begun = self._ledger.ledger.training_rounds

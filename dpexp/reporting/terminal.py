@@ -87,6 +87,8 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         person = cfg.data.person if cfg.data.person not in (None, "row") else None
         whom = f"all rows with one {person}" if person else f"a {plan.privacy_unit}"
         _print(f"ε protects {escape(whom)} of {escape(cfg.data.path)}; test records are not protected.")
+    if plan.part is not None:
+        _print(f"Only training records of {escape(str(plan.part))} are used.")
     if cfg.privacy.noise_seed is not None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":

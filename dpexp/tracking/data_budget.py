@@ -32,7 +32,7 @@ from rich.console import Console
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.accounting.ledger.events import check_same
-from dpexp.accounting.multiple_runs import Budget, budget, rho
+from dpexp.accounting.multiple_runs import Budget, budget, rho, sharing
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
@@ -95,12 +95,17 @@ def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, ou
                 f"data.id={data_id}, which is {other.budget} (order {other.budget.order:g}); a budget holds only if it "
                 "was fixed before the first run was looked at, so give that one."
             )
+    released = [cost.ledger for cost in costs if cost.ledger is not None and cost.has_released]
+    check_same([*released, plan], f"data.id={data_id}: runs", "composed")
+    costs = [
+        one
+        for one in costs  # all but private runs on other records than the plan's
+        if one.ledger is None or not one.has_released or one.not_private_reason or len(sharing([one.ledger, plan])) == 1
+    ]
     used = budget_used(costs, kept, data_id)
     for run_cost in costs:
         if run_cost.ledger_missing:
             warnings.warn(f"data.id={data_id}: of the run {run_cost.name}, {run_cost.note}")
-    released = [cost.ledger for cost in costs if cost.ledger is not None and cost.has_released]
-    check_same([*released, plan], f"data.id={data_id}: runs", "composed")
     cost = rho(plan, kept.order)
     worth = f"ε = {up(kept.gaussian(cost), 3)}"
     first = ledger_so_far(output / RESERVED_LEDGER) if resumes else plan  # which was admitted, or would be
@@ -109,14 +114,14 @@ def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, ou
         if kept.holds(used.spent + cost):
             admitted = f"the Rényi filter over all rounds admits this job, whose plan takes {_percent(cost, kept)}; "
             admitted += f"before it, {used.description}."
-    elif not released:
+    elif not any(cost.has_released for cost in costs):
         planned = epsilon(plan, kept.delta)
         worth = f"ε = {up(planned, 4)} by pld"
         if not _repeats_allowed(first, plan):
             worth += ", with rounds of several types done again, which its whole plan did not have"
         elif planned <= kept.epsilon:
-            admitted = f"its whole plan admits this job, with {worth}, since no other run has released anything. It "
-            admitted += "gives nothing back if it stops early, and no later run fits."
+            admitted = f"its whole plan admits this job, with {worth}, since no other run on its records has released "
+            admitted += "anything. It gives nothing back if it stops early, and no later run fits."
     if not admitted:
         raise ConfigError(
             f"privacy.budget of {kept} for data.id={data_id}: {used.description}; this job's plan asks for "
@@ -154,7 +159,8 @@ class BudgetUse:
 
 
 def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetUse:
-    """What the runs have used of a budget."""
+    """What the runs have used of a budget: those that used one record, of all such sets of runs where the most is used.
+    Only one run in a set, whose whole plan was admitted, may use more than the filter has."""
     for run in costs:
         if run.not_private_reason is not None:
             raise ConfigError(
@@ -169,20 +175,24 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
     released = [(run, run.ledger) for run in costs if run.ledger is not None and run.has_released]
     check_same([ledger for _, ledger in released], f"data.id={data_id}: runs", "composed")
     try:
-        spent = math.fsum(rho(ledger, kept.order) for _, ledger in released)
+        spent_by = [rho(ledger, kept.order) for _, ledger in released]
     except ConfigError as error:
         raise ConfigError(f"data.id={data_id}: {error}") from error
-    whole = None
-    if len(released) == 1 and released[0][0].budget == kept and not kept.holds(spent):
-        planned = epsilon(released[0][1], kept.delta)
-        whole = planned if planned <= kept.epsilon else None
-    left = max(0.0, kept.limit - spent)
+    found = []
+    for one in sharing([ledger for _, ledger in released]):
+        spent, whole = math.fsum(spent_by[k] for k in one), None
+        if len(one) == 1 and released[one[0]][0].budget == kept and not kept.holds(spent):
+            planned = epsilon(released[one[0]][1], kept.delta)
+            whole = planned if planned <= kept.epsilon else None
+        found.append((whole is None and not kept.holds(spent), spent, whole, len(costs) - len(released) + len(one)))
+    _, spent, whole, count = max(found, key=lambda use: use[:2])
+    left, others = max(0.0, kept.limit - spent), " (others are on disjoint parts)" * (count < len(costs))
     description = (
-        f"{_percent(spent, kept)} is spent or reserved by {len(costs)} run{'s' * (len(costs) != 1)}, "
+        f"{_percent(spent, kept)} is spent or reserved by {count} run{'s' * (count != 1)}{others}, "
         f"{down(100 * left / kept.limit, 3)} % is left, worth one Gaussian release of "
         f"ε = {down(kept.gaussian(left), 4)}"
         if whole is None
-        else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
+        else f"the first run's whole plan takes it{others}, with ε = {up(whole, 4)} by pld, and nothing is left"
     )
     return BudgetUse(spent, whole, description)
 

@@ -73,7 +73,9 @@ def schema():
         "privacy_unit": {"local_training": of_dataclass(LocalTraining)},
         "privacy": {"budget": dict.fromkeys(("epsilon", "delta", "order")), "max_tpr_at_fpr": any_name},
         "schedule": {key: {"linear": None, "step": any_name} for key in "zqS"},
-        "data": {"test_hash": dict.fromkeys(("column", "fraction"))},
+        "data": {
+            "test_hash": dict.fromkeys(("column", "fraction")), "part": dict.fromkeys(("column", "low", "high")),
+        },
         "group": {"groups": {"*": dict.fromkeys(("layers", "parameters", "rest"))}},
         **{section: {"by_group": {"*": dict.fromkeys(("_target_", "value", "gamma"))}, "initial": any_name,
                      "value": any_name} for section in BY_GROUP},

@@ -136,6 +136,16 @@ def test_a_document_is_one_record_and_one_without_a_text_contributes_nothing(fol
     assert odd[63]["attention_mask"].sum() == 2  # a word and the end
 
 
+def test_parts_of_documents_divide_their_users(folder):
+    of = {"user": "who", "privacy_unit": "user"}
+    whole = documents("train.jsonl", **of).train
+    parts = [documents("train.jsonl", **of, part={"column": "who", "low": a, "high": b}).train
+             for a, b in ((0, 0.4), (0.4, 1))]  # fmt: skip
+    assert sum(map(len, parts)) == len(whole) == 60 and all(parts)
+    assert sum(len({*part.user_of}) for part in parts) == 20
+    assert sorted(ids.tolist() for part in parts for ids in part.ids) == sorted(ids.tolist() for ids in whole.ids)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "txt"])
 def test_texts_in_other_files_are_the_same(folder, suffix):
     some = pd.read_json("train.jsonl", lines=True)

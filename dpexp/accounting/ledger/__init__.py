@@ -11,7 +11,8 @@ The file is append-only and readable without this package:
     {"line": 5, "rounds": 2, "sha256": "…", "link": "b8f1"}
 
 The header says what it and the other lines mean. It has a random number that identifies the run, and may have `record`,
-the privacy unit, and `not_private`, why the rounds do not cover all that the run shows. Each distinct round is
+the privacy unit, `part`, which records of the data set were used, and `not_private`, why the rounds do not cover all
+that the run shows. Each distinct round is
 described once, as a numbered spec; each round is one short line, [line, spec, link], which is in the file before the
 round's result is used. So a crash can count one round too many, never one too few.
 
@@ -40,6 +41,7 @@ from dpexp.accounting.ledger.events import (
     Ledger,
     OneTimeQueryEvent,
     ParallelQueryEvent,
+    Part,
     Query,
     Round,
     SamplingEvent,
@@ -52,6 +54,6 @@ from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
 
 __all__ = [
     "ADJACENCIES", "POLICIES", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
-    "ParallelQueryEvent", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
+    "ParallelQueryEvent", "Part", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
     "incomplete_reason", "ledger_so_far", "rate_in_part", "read_ledger", "write_ledger",
 ]  # fmt: skip

@@ -277,6 +277,23 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The records of a data set with low <= hash < high, where a public `rule` gives each record one hash in [0, 1)."""
+
+    rule: str
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        are_numbers = is_number(self.low) and is_number(self.high)
+        if not (isinstance(self.rule, str) and are_numbers and 0 <= self.low < self.high <= 1):
+            raise ConfigError(f"data.part: low={self.low} and high={self.high} must be numbers, 0 <= low < high <= 1.")
+
+    def __str__(self) -> str:
+        return f"part [{self.low}, {self.high}) by {self.rule}"
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Distinct rounds and how often each happened.
 
@@ -286,6 +303,7 @@ class Ledger:
         record: the privacy unit, as in the header; None: one example.
         lost: why lines are known to be missing, if so; then the ledger is `incomplete` too.
         unverified: what the end of a ledger file that reads as complete cannot prove.
+        part: the only records that the rounds used; None: all of the data set.
     """
 
     adjacency: str
@@ -295,6 +313,7 @@ class Ledger:
     record: Mapping[str, Any] | None = None
     lost: str | None = field(default=None, compare=False)
     unverified: str | None = field(default=None, compare=False)
+    part: Part | None = None
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
@@ -344,4 +363,5 @@ def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
         next((ledger.not_private_reason for ledger in ledgers if ledger.not_private_reason is not None), None),
         ledgers[0].record,
         next((ledger.lost for ledger in ledgers if ledger.lost is not None), None),
+        part=ledgers[0].part if len({ledger.part for ledger in ledgers}) == 1 else None,
     )

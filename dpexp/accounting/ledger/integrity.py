@@ -20,7 +20,8 @@ from dpexp.accounting.ledger.events import Query, Round, SumQueryEvent, is_integ
 VERSION = 2
 FORMAT = (
     "JSON Lines. In this line, run is a random number that only this run has, and not_private, if there, why what the "
-    "run shows is not covered by what its rounds cost. A record is an example, or what record says. An object "
+    "run shows is not covered by what its rounds cost. A record is an example, or what record says; with a "
+    "part, only those whose hash by its rule is at least low and below high were used. An object "
     "with a spec describes one kind of round: how its "
     "sample was drawn, and the L2 bound S and the noise's standard deviation sigma of each sum that was released from "
     "it; or a query of all records that is answered once, as before training, with its "

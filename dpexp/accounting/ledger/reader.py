@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +14,7 @@ from dpexp.accounting.ledger.events import (
     Ledger,
     OneTimeQueryEvent,
     ParallelQueryEvent,
+    Part,
     Query,
     Round,
     SamplingEvent,
@@ -140,7 +142,8 @@ def _read(path: Path, file: BinaryIO) -> Contents:
         if count:
             rounds[specs[int(spec)]] += count
     incomplete = partial or closed_at != chain.lines
-    ledger = Ledger(header["adjacency"], dict(rounds), incomplete, not_private, header.get("record"))
+    part = Part(**header["part"]) if header.get("part") is not None else None
+    ledger = Ledger(header["adjacency"], dict(rounds), incomplete, not_private, header.get("record"), part=part)
     return Contents(ledger, header, specs, chain)
 
 
@@ -175,6 +178,7 @@ def _header(path: Path, line: bytes, chain: Chain) -> dict[str, Any]:
         ("adjacency", header.get("adjacency") in ADJACENCIES),
         ("not_private", isinstance(header.get("not_private"), str | None)),
         ("record", _is_record(header.get("record"))),
+        ("part", _is_part(header.get("part"))),
     ):
         if not understood:
             raise ConfigError(f"{path}: the header's {name} {header.get(name)!r} is not understood.")
@@ -188,6 +192,12 @@ def _is_record(record: Any) -> bool:
             return True
         case {"kind": "microbatch", "k": count} | {"kind": "user", "most": count}:
             return is_integer(count) and count >= 1
+    return False
+
+
+def _is_part(part: Any) -> bool:
+    with suppress(ConfigError, TypeError):
+        return part is None or Part(**part) is not None
     return False
 
 

@@ -7,13 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
+from dpexp.accounting.ledger.events import Ledger, Part, Query, Round, SamplingEvent
 from dpexp.accounting.ledger.integrity import Chain, end_of, write_end
 from dpexp.accounting.ledger.reader import contents
 from dpexp.errors import ConfigError
@@ -39,6 +40,7 @@ class LedgerWriter:
         position: the `position` in the checkpoint of the run to resume, with whose bytes the ledger must begin.
         not_private_reason: why the run is not private, if so. A resumed run cannot remove it.
         record: the privacy unit; None: one example.
+        part: the only records that the rounds use; None: all of the data set.
 
     Raises:
         ConfigError: the file exists, is written by another process, or cannot be written; or the one to resume does not
@@ -54,12 +56,13 @@ class LedgerWriter:
         position: Mapping[str, Any] | None = None,
         not_private_reason: str | None = None,
         record: Mapping[str, Any] | None = None,
+        part: Part | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._adjacency = adjacency
         self._not_private_reason = not_private_reason
-        self._record = record
-        self._header = {"run": os.urandom(16).hex()} | _header(adjacency, record, planned)
+        self._record, self._part = record, part
+        self._header = {"run": os.urandom(16).hex()} | _header(Ledger(adjacency, {}, record=record, part=part), planned)
         if not_private_reason is not None:
             self._header["not_private"] = not_private_reason
         self._chain = Chain()  # of the lines in the file
@@ -123,11 +126,12 @@ class LedgerWriter:
             )
         planned = self._header.get("sampling")
         found = before.header.get("sampling") if planned else planned
-        begun = before.ledger.adjacency, found, before.ledger.record
-        if begun != (self._adjacency, planned, self._record):
+        begun = before.ledger.adjacency, found, before.ledger.record, before.ledger.part
+        own = self._adjacency, planned, self._record, self._part
+        if begun != own:
             raise ConfigError(
                 f"ledger={self.path} was begun for {_described(*begun)}, but the run that would continue it plans "
-                f"{_described(self._adjacency, planned, self._record)}."
+                f"{_described(*own)}."
             )
         if self._not_private_reason is not None and before.ledger.not_private_reason is None:
             raise ConfigError(
@@ -149,7 +153,9 @@ class LedgerWriter:
     @property
     def ledger(self) -> Ledger:
         """The committed rounds."""
-        return Ledger(self._adjacency, dict(self._counts), False, self._not_private_reason, self._record)
+        return Ledger(
+            self._adjacency, dict(self._counts), False, self._not_private_reason, self._record, part=self._part
+        )
 
     @property
     def position(self) -> dict[str, Any]:
@@ -282,7 +288,7 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
     chain = Chain()
     planned = (round_.sampling for round_ in ledger.rounds if round_.one_time_query is None)
     with path.open("wb") as file:
-        file.write(chain.header(_header(ledger.adjacency, ledger.record, planned)))
+        file.write(chain.header(_header(ledger, planned)))
         for spec, (round_, count) in enumerate(ledger.rounds.items()):
             file.write(chain.spec(round_))
             file.writelines(chain.round(spec) for _ in range(count))
@@ -295,13 +301,16 @@ def _times(found: os.stat_result) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_ctime_ns
 
 
-def _described(adjacency: str, sampling: object, record: Mapping[str, Any] | None) -> str:
-    return f"adjacency={adjacency}, sampling {sampling} and privacy_unit={record or 'example'}"
+def _described(adjacency: str, sampling: object, record: Mapping[str, Any] | None, part: Part | None) -> str:
+    of = f" on {part}" if part else ""
+    return f"adjacency={adjacency}, sampling {sampling} and privacy_unit={record or 'example'}{of}"
 
 
-def _header(adjacency: str, record: Mapping[str, Any] | None, planned: Iterable[SamplingEvent]) -> dict[str, object]:
+def _header(ledger: Ledger, planned: Iterable[SamplingEvent]) -> dict[str, object]:
     """The header, with the sampling if all rounds have the same policy and n."""
-    header: dict[str, object] = {"adjacency": adjacency} | ({} if record is None else {"record": record})
+    header: dict[str, object] = {"adjacency": ledger.adjacency}
+    header |= {"record": ledger.record} if ledger.record is not None else {}
+    header |= {"part": asdict(ledger.part)} if ledger.part is not None else {}
     events = list(planned)
     policies = {(event.policy, event.n) for event in events}
     if len(policies) == 1:

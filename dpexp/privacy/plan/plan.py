@@ -13,6 +13,7 @@ from dpexp.accounting.ledger import (
     Ledger,
     OneTimeQueryEvent,
     ParallelQueryEvent,
+    Part,
     Round,
     SamplingEvent,
     SumQueryEvent,
@@ -108,6 +109,7 @@ class PrivacyPlan:
         preprocessing: the queries over all records before the first round.
         privacy_unit: what a record is.
         delta: the δ at which ε is stated, if one was given.
+        part: the only records of the data set that are used; None: all.
     """
 
     sampling: Policy
@@ -121,6 +123,7 @@ class PrivacyPlan:
     preprocessing: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...] = ()
     privacy_unit: Example = field(default_factory=Example)
     delta: float | None = None
+    part: Part | None = None
 
     @property
     def noise_multiplier(self) -> float:
@@ -176,7 +179,7 @@ class PrivacyPlan:
             for t, times in self._equal_rounds(start, count):
                 now = self.at_round(t)
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query for group in now.groups))] += times
-        return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header())
+        return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header(), part=self.part)
 
     @cached_property
     def _breaks(self) -> tuple[int, ...]:

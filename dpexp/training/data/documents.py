@@ -6,7 +6,7 @@ refusal depends on a single training record. In the test set, which is public, a
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError, RecordError, positive_integer
 from dpexp.training.classifier import scores_of
-from dpexp.training.data.raw import RawData, check_columns, rows_of, text_of, texts_of
+from dpexp.training.data.raw import RawData, check_columns, in_part, rows_of, text_of, texts_of
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
 
@@ -132,12 +132,13 @@ class Documents(_Texts):
         user: the field with a document's user, for `user_of`.
         prompts: public texts that the trained model continues, in generated.txt.
         privacy_unit, adjacency: of the job.
+        part: {column, low, high}: only training records with a hash of this field in the range are used (`in_part`).
     """
 
     def __init__(
         self, path: str, test_path: str, tokenizer: str, length: int, text: str = "text", unit: str = "document",
         user: str | None = None, prompts: Sequence[str] = (), privacy_unit: str = "example",
-        adjacency: str | None = None,
+        adjacency: str | None = None, part: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if unit not in ("document", "block"):
             raise ConfigError(
@@ -152,7 +153,7 @@ class Documents(_Texts):
                 "place; set privacy.adjacency=replace_one or replace_null; or data.unit=document."
             )
         super().__init__(path, test_path, tokenizer, length, text)
-        self._unit, self._user, self._prompts = unit, user, list(prompts)
+        self._unit, self._user, self._prompts, self._part = unit, user, list(prompts), part
 
     @cached_property
     def train(self) -> Tokens:
@@ -163,7 +164,7 @@ class Documents(_Texts):
                 f"data.unit=block: ε protects a block of {self.length} tokens, replaced in place; a document of several"
                 " blocks is not protected as a whole, and nor is a person."
             )
-        rows = self._rows("data.path", self._path)
+        rows = in_part(f"data.path={self._path}", self._rows("data.path", self._path), self._part)
         if self._user is None:
             return self._encoded(rows)
         check_columns(f"data.path={self._path}", rows, {self._user: "data.user"})

@@ -1,5 +1,6 @@
 """Data sets in memory, of which the test set is taken as public, and the reader of files of one's own."""
 
+import hashlib
 import json
 import os
 import re
@@ -182,6 +183,19 @@ def check_columns(where: str, rows: "DataFrame", named: Mapping[str, str]) -> No
             raise ConfigError(f"{where} has no column {name}, which {option} names.")
 
 
+def in_part(where: str, rows: "DataFrame", part: Mapping[str, Any] | None) -> "DataFrame":
+    """The rows whose hash of a column is in a range; `part` is {column, low, high}, None: all rows."""
+    if part is None:
+        return rows
+    check_columns(where, rows, {part["column"]: "data.part.column"})
+    return rows.loc[[part["low"] <= hash_of(text) < part["high"] for text in texts_of(rows[part["column"]])]]
+
+
+def hash_of(text: str) -> float:
+    """The first 53 bits of SHA-256 as a number in [0, 1)."""
+    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 11) / 2**53
+
+
 def _check_names(where: str, names: Sequence[str]) -> None:
     for name in names:
         if not name or names.count(name) > 1:
@@ -221,7 +235,7 @@ def text_of(value: Any) -> str:
 
     if value is None or value is NA or value != value:
         return ""
-    text = str(value).strip()
+    text = str(value).encode("utf-8", "replace").decode().strip()  # half of a surrogate pair is no text
     if _WHOLE.fullmatch(text):
         return f"{Decimal(text) or Decimal():f}".removesuffix(".0")
     return text

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData, check_columns, rows_of, text_of, texts_of
+from dpexp.training.data.raw import RawData, check_columns, in_part, rows_of, text_of, texts_of
 
 if TYPE_CHECKING:  # slow to import
     from pandas import DataFrame, Series
@@ -48,18 +48,20 @@ class Table(RawData):
         person: `row`, or the column that identifies a person, whose rows are then one user's (`user_of`).
         test_path: the test rows, which are taken as public; or
         test_hash: {column, fraction}: rows with a hash of this column below the fraction are test rows.
+        part: {column, low, high}: only training rows with a hash of this column in the range are used (`in_part`).
     """
 
     def __init__(
         self, path: str | None, columns: Mapping[str, Mapping[str, Any]], target: str, person: str,
         test_path: str | None = None, test_hash: Mapping[str, Any] | None = None,
+        part: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if path is None:
             raise ConfigError("data.path must be given: a file with the training rows.")
         self._path, self._target, self._person = path, target, person
         self._test_rows = ("data.path", path, True) if test_path is None else ("data.test_path", test_path, None)
-        self._test_hash = test_hash
+        self._test_hash, self._part = test_hash, part
         self._columns = {name: facts for name, facts in columns.items() if name not in (target, person)}
         self._used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
         self._facts = columns[target]
@@ -137,8 +139,8 @@ class Table(RawData):
         return data
 
     def _split(self, key: str, path: str, in_test: bool | None) -> "DataFrame":
-        """The rows of a file; only those in the test set, or not in it."""
-        rows = rows_of(key, path)
+        """The rows of a file; only those in the test set, or those of the part that are not in it."""
+        rows = in_part(f"{key}={path}", rows_of(key, path), self._part if in_test is False else None)
         if self._test_hash is None or in_test is None:
             return rows
         from pandas.util import hash_pandas_object

@@ -1,0 +1,166 @@
+"""data.part: the records of a part, by a public hash of each record's own id, and jobs on parts."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import store_of
+from safetensors.torch import load_file
+from test_tables import COLUMNS, CSV, output_of, rows, table
+
+from dpexp.accounting.ledger import Part, read_ledger
+from dpexp.commands.account import account
+from dpexp.errors import ConfigError
+from dpexp.training.data import Table
+from dpexp.training.data.raw import hash_of, in_part
+
+__all__ = ["table"]  # a fixture
+FIRST, SECOND = "data.part={column: name, low: 0, high: 0.5}", "data.part={column: name, low: 0.5, high: 1}"
+ONE_ROUND = ("data.id=people", "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "sampling=full_batch",
+             "sampling.steps=1", "sampling.epochs=null", "privacy.epsilon=null", "privacy.noise_multiplier=1e-6",
+             "privacy.delta=1e-5", "privacy.noise_seed=1", "clip_norm.total=0.1")  # fmt: skip
+QUICK = ("data.id=people", "privacy.noise_multiplier=1.0", "sampling.steps=3", "sampling.sampling_rate=0.3")
+IDS = st.one_of(st.text(max_size=5), st.integers(), st.floats(), st.none(), st.sampled_from(["\ud800", "1.0", " 1"]))
+
+
+def chosen(ids, low, high):
+    """The positions of the rows in a part."""
+    table = pd.DataFrame({"id": pd.Series(ids, dtype=object), "row": range(len(ids))})
+    return in_part("x.csv", table, {"column": "id", "low": low, "high": high})["row"].tolist()
+
+
+@given(st.lists(IDS, max_size=8), st.lists(IDS, max_size=4), st.floats(0, 1))
+def test_other_rows_never_move_a_row_and_parts_that_cover_have_each_row_once(ids, others, cut):
+    assert sorted(chosen(ids, 0, cut) + chosen(ids, cut, 1)) == [*range(len(ids))]
+    for low, high in ((0, cut), (cut, 1)):
+        together = [k for k in chosen(ids + others, low, high) if k < len(ids)]
+        assert together == chosen(ids, low, high) == [k for k in range(len(ids)) if chosen([ids[k]], low, high)]
+
+
+SAME = [
+    ("1", "1.0", 1, 1.0, " 1 ", np.int64(1)),
+    ("", None, math.nan, pd.NA, " "),
+    ("007", " 007"),
+    (1e16, "1" + "0" * 16),
+]
+
+
+@pytest.mark.parametrize("ids", SAME, ids=str)
+def test_one_id_in_any_form_has_one_hash(ids):
+    own = hash_of(str(ids[0] if ids[0] != 1e16 else 10**16))
+    assert chosen(ids, own, own + 2**-53) == [*range(len(ids))]
+    assert not chosen(["7", "1.00", "x"], own, own + 2**-53)
+
+
+def test_the_rule_is_public_and_stays():
+    """Otherwise parts of runs of two versions could overlap."""
+    digits = {"1": 0x6B86B273FF34FCE1, "": 0xE3B0C44298FC1C14}  # of SHA-256, as FIPS 180-4 has them
+    assert {text: hash_of(text) for text in digits} == {text: (k >> 11) / 2**53 for text, k in digits.items()}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_the_parts_of_a_table_divide_its_training_rows_and_no_test_rows(table, suffix):
+    some = rows(240).assign(name=lambda t: t.index // 3)
+    odd = some.assign(name=[None, *some["name"][1:]])  # a column of floats
+    for frame in (some, odd):
+        frame.to_csv("train.csv", index=False) if suffix == "csv" else frame.to_parquet("train.parquet")
+        found = []
+        for part in (None, {"column": "name", "low": 0, "high": 0.5}, {"column": "name", "low": 0.5, "high": 1}):
+            data = Table(f"train.{suffix}", COLUMNS, "ill", "name", None, {"column": "name", "fraction": 0.2}, part)
+            found.append((data.train, len(data.test), {*data._split("data.path", data._path, False)["name"].dropna()}))
+        (whole, *halves), tested, (names, *parts) = zip(*found, strict=True)
+        assert len({*tested}) == 1 and tested[0] > 20
+        assert parts[0] | parts[1] == names and not parts[0] & parts[1] and all(20 < len(one) < 45 for one in parts)
+        assert sum(map(len, halves)) == len(whole)
+        assert sum(len({*one.user_of.tolist()}) for one in halves) == len({*whole.user_of.tolist()})
+
+
+def weights(job, *more):
+    job(*CSV, *ONE_ROUND, *more, "data.n=120", "tracking=none")
+    return load_file(sorted(job.folder.glob("outputs/*/*/weights.safetensors"))[-1])
+
+
+@pytest.fixture
+def job(table, dpexp_job):
+    def job(*arguments):
+        dpexp_job(*arguments)
+        return output_of(table)
+
+    job.folder = table
+    return job
+
+
+def test_a_row_more_moves_one_part_alone_and_by_at_most_s(table, job):
+    some, more = rows(240), pd.DataFrame([{"age": 99, "colour": "red", "name": "new", "ill": "yes"}])
+    moved = []
+    for part in (FIRST, SECOND):
+        found = []
+        for frame in (some, pd.concat([more, some])):
+            frame.to_csv("train.csv", index=False)
+            found.append(weights(job, part))
+        squares = [float((found[0][name] - found[1][name]).double().square().sum()) for name in found[0]]
+        moved.append(math.sqrt(sum(squares)) * 120)
+    own, other = moved if hash_of("new") < 0.5 else moved[::-1]
+    assert other == 0 and 0.01 * 0.1 < own <= 0.1 * 1.0001
+
+
+def test_jobs_on_both_halves_cost_the_worse_one(table, job, capsys):
+    outputs = [job(*CSV, *QUICK, part, *more) for part, more in ((FIRST, ()), (SECOND, ("sampling.steps=4",)))]
+    ledgers = [read_ledger(output / "ledger.jsonl") for output in outputs]
+    assert ledgers[0].part == Part("sha256 of 'name' in data.id='people'", 0, 0.5) and ledgers[1].part.low == 0.5
+    assert all(round_.sampling.n == 120 for ledger in ledgers for round_ in ledger.rounds)  # half of 240
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Only training records of part [0.5, 1) by sha256 of 'name' in data.id='people' are used." in printed
+    (alone,) = account([str(outputs[1])]).values()
+    uri = f"sqlite:///{table}/outputs/mlflow.db"
+    assert account(["data.id=people", f"uri={uri}"])["composed"] == alone == account([*map(str, outputs)])["pld"]
+    assert json.loads((outputs[1] / "result.json").read_text())["all_runs"].startswith("with 1 earlier run")
+    runs = store_of(table).search_runs(["1"])
+    assert {run.data.params["data.part.low"] for run in runs} == {"0", "0.5"}
+
+
+def test_users_have_parts_by_their_own_column(table, job):
+    user = ("data.person=name", "privacy_unit=user", "privacy_unit.max_examples=3")
+    ledger = read_ledger(job(*CSV, *QUICK, *user, FIRST) / "ledger.jsonl")
+    assert ledger.part.high == 0.5 and {round_.sampling.n for round_ in ledger.rounds} == {40}
+
+
+def test_several_data_sets_are_said_to_add_up(table, job, capsys):
+    outputs = [job(*CSV, *QUICK, part, f"data.id={name}") for part, name in ((FIRST, "a"), (SECOND, "b"))]
+    capsys.readouterr()
+    both = account([*map(str, outputs)])["pld"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The data sets differ (a, b): ε adds up what a person loses who may be in all of them." in printed
+    assert "In sequence" in printed and both > 1.1 * account([str(outputs[0])])["pld"]
+
+
+REFUSED = [
+    ([FIRST, "data.id=null"], "needs data.id, the name of the data set"),
+    (["data.part=0.5"], "data.part=0.5 must be {column: NAME, low: 0, high: 0.5}"),
+    (["data.part={column: name, low: 0}"], "must be {column: NAME, low: 0, high: 0.5}"),
+    (["data.part={column: name, low: 0.5, high: 0.5}"], "low=0.5 and high=0.5 must be numbers, 0 <= low < high <= 1"),
+    (["data.part={column: name, low: 0, high: x}"], "data.part: low=0 and high=x must be numbers"),
+    (["data.part={column: id, low: 0, high: 0.5}"], "train.csv has no column id, which data.part.column names"),
+    ([FIRST, "privacy.adjacency=replace_one"], "with replace_one, a record may change its part"),
+    ([FIRST, "sampling=fixed_size"], "needs adjacency=add_remove"),
+    ([FIRST, "privacy_unit=microbatch", "privacy_unit.size=2"], "needs privacy_unit=example"),
+    (["data.part={column: age, low: 0, high: 0.5}", "data.person=name", "privacy_unit=user"], "and its column, name"),
+    ([FIRST, "data.person=name", "privacy_unit=user", "privacy_unit.user_attribute=x"], "needs privacy_unit=example"),
+    ([FIRST, "data.module.part=null"], "is no option of dpexp.training.data.Table"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, said", REFUSED, ids=[said for _, said in REFUSED])
+def test_a_part_that_is_no_function_of_the_privacy_unit_is_refused_in_one_sentence(table, dpexp_job, overrides, said):
+    with pytest.raises((SystemExit, ConfigError)) as raised:
+        dpexp_job(*CSV, *QUICK, *overrides)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_data_without_an_id_have_no_parts(dpexp_job):
+    with pytest.raises((SystemExit, ConfigError), match=r"is no option of dpexp\.training\.data\.\w+; choose data=csv"):
+        dpexp_job("data=digits", FIRST, "data.id=d")
