@@ -292,6 +292,7 @@ EARLY = {
     "sampling.steps=0": "sampling.steps=0 must be an integer of at least 1",
     "sampling=shuffle sampling.sampling_rate=0.5 data.n=2000 schedule.q=2": "schedule.q=2 needs sampling=poisson",
     "calibrate=beta": "calibrate=beta is unknown",
+    "allocation=explicit privacy.epsilon=null": "exactly one of allocation.sigma or allocation.sigma_of_",
     "calibrate=steps": "calibrate=steps solves for the target privacy.epsilon=3.0 from the noise",
     "data.n=0": "data.n=0 must be an integer of at least 1",
     "data.shape=[1,0]": "data.shape=[1, 0] must hold integers of at least 1",
