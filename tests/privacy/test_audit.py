@@ -113,11 +113,12 @@ def by_user():
         SAMPLINGS["shuffle"] | MECHANISMS["joint"] | {
             "clip_rule": audited.Unbounded(), "vectors": "parameter", "allocation": ALLOCATIONS["weighted"],
         },
+        {"sampling": "shuffle", "q": 0.4},
         {"privacy_unit": User(3, "user_of"), "data": by_user, "users": audited.N, "canaries": 200},
         {"privacy_unit": Microbatch(4), "data": lambda: Synthetic(40, [4], 3), "canaries": 200,
          "clip_norm": audited.FULL_CYCLES["clip_norm"]},
     ],
-    ids=["psac", "unbounded", "user", "microbatch"],
+    ids=["psac", "unbounded", "a smaller last sample", "user", "microbatch"],
 )  # fmt: skip
 def test_a_record_contributes_all_that_it_may_and_no_more(choices, tmp_path):
     checks = shown(tmp_path, **choices)
