@@ -140,6 +140,11 @@ def test_the_rest_of_many_records_is_exact(n, batch):
     assert last.rounds_per_epoch == policy.rounds_per_epoch
 
 
+def test_a_rate_of_ten_digits_is_the_whole_batch_that_it_means():
+    assert make_policy("shuffle", 0.3333333333, 300) == Shuffle(100 / 300)
+    assert make_policy("shuffle", 0.9999999999, 50).rounds_per_epoch == 1
+
+
 def test_shuffled_samples_are_drawn_uniformly_and_anew_each_epoch():
     size, batch, epochs = 23, 5, 3000
     seen = included(Shuffle(batch / size), size, 5 * epochs)

@@ -231,7 +231,7 @@ def make_policy(
         if option not in takes:
             raise ConfigError(f"sampling.{option}={value} is no option of sampling={name}; set it to null.")
     if issubclass(policy, FixedSize | Shuffle):
-        whole_batch(q, n, examples)
+        q = whole_batch(q, n, examples) / n
     return policy(q, **given)
 
 
