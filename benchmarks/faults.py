@@ -401,6 +401,10 @@ FAULTS = [
           "None", "data_parts -k divide"),
     fault("a budget lets two jobs in at once", ADMISSION, "locked(lock_of(cfg.tracking.uri, cfg.data.id), _PATIENCE)",
           'locked(output / "lock", _PATIENCE)', "data_budget -k race"),
+    fault("what is not named is trained too", "training/pretrained.py", "requires_grad_(is_trained(name))",
+          "requires_grad_(True)", "pretrained"),
+    fault("weights of any layer may differ", "training/pretrained.py", 'if name.rpartition(".")[0] not in layers]',
+          "if False]", "pretrained"),
 ]  # fmt: skip
 
 

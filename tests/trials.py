@@ -12,7 +12,8 @@ FIRST = {
     "clip_rule": "abadi",
     "allocation": "proportional", "sampling": "poisson", "status": "FINISHED", "private": "yes", "error": "",
     "epsilon": math.nan, "epsilon_planned": math.nan, "test_accuracy": 0.5, "delta": 1e-5, "knob": "noise_multiplier",
-    "knob_value": math.nan, "noise_multiplier": math.nan, "sampling_rate": 0.1, "accountant": "pld",
+    "test_loss": math.nan, "knob_value": math.nan, "noise_multiplier": math.nan, "sampling_rate": 0.1,
+    "accountant": "pld",
 }  # fmt: skip
 PARAMETERS = {
     "data.n": "1437", "optimizer._target_": "torch.optim.SGD", "optimizer.lr": "0.1", "privacy.epsilon": "None",

@@ -256,8 +256,7 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
         model = normalise(model)
     tuning = make("fine_tuning", cfg.fine_tuning)
     if load_weights and is_file:
-        head = head_parameters(model, getattr(tuning, "head", None))
-        load_initial_weights(model, Path(weights).expanduser(), head)
+        load_initial_weights(model, Path(weights).expanduser(), head_parameters(model, getattr(tuning, "head", None)))
         _refuse_non_private_weights(cfg, Path(weights).expanduser())
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):

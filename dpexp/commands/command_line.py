@@ -85,7 +85,11 @@ Options:
 NAME is a configuration group, a value or section of the configuration, or a command; `--config-dir FOLDER` adds groups
 of your own.""",
 }
-INTERNAL = {"rounds": "follows from sampling; give sampling.steps", "draw": "is set by hydra/sweeper=private_selection"}
+NO_OPTIONS = {  # key -> why it cannot be given
+    "rounds": "is internal and follows from sampling; give sampling.steps",
+    "draw": "is internal and is set by hydra/sweeper=private_selection",
+    "norms": "is no option, since norms are always exact, and never estimated by projections",
+}
 # The field's short names -> the key that means the same here
 SYNONYMS = {
     "max_grad_norm": "clip_norm", "S": "clip_norm", "q": "sampling_rate", "sample_rate": "sampling_rate",
@@ -111,7 +115,7 @@ def check(arguments: Sequence[str]) -> None:
         raise ConfigError("--resolve needs --cfg job, which then shows every value resolved.")
     roots = _roots_of(namespace)
     groups = sorted({path.name for root in roots for path in root.iterdir() if path.is_dir()})
-    keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"} - {*INTERNAL})
+    keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"} - {*NO_OPTIONS})
     for argument in namespace.overrides:
         key, equals, value = argument.partition("=")
         if argument.startswith("~"):
@@ -121,8 +125,8 @@ def check(arguments: Sequence[str]) -> None:
                 f"{argument}: this is no key=value, and no command{_nearest(argument, COMMANDS)} Values are key=value."
             )
         head = re.split(r"[./@]", key.lstrip("+"))[0]
-        if head in INTERNAL:
-            raise ConfigError(f"{argument}: {head} is internal and {INTERNAL[head]}.")
+        if head in NO_OPTIONS:
+            raise ConfigError(f"{argument}: {head} {NO_OPTIONS[head]}.")
         is_new = not get_close_matches(head, keys, n=1, cutoff=0.8) and head not in SYNONYMS
         if key.startswith("+") and is_new:
             continue
@@ -332,4 +336,4 @@ def _values() -> dict[str, str]:
     """name -> text of the values and sections of config.yaml that belong to no group and are not internal."""
     blocks = re.split(r"^(?=\w)", (CONF / "config.yaml").read_text(), flags=re.MULTILINE)
     named = {block.partition(":")[0]: block for block in blocks[1:]}
-    return {name: block for name, block in named.items() if name not in ("defaults", "hydra", *INTERNAL)}
+    return {name: block for name, block in named.items() if name not in ("defaults", "hydra", *NO_OPTIONS)}

@@ -150,7 +150,8 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
     Returns:
         A sorted frame, and those of its columns that distinguish the rows. The others are label; run_id, name, data,
         model, level, cost, delta and knob of the first run; the number of runs; the largest epsilon; the means of
-        test_accuracy and knob_value; the runs' accuracies; and spread, their standard deviation (NaN for one run).
+        test_accuracy, knob_value and test_loss; the runs' accuracies; and spread, their standard deviation (NaN for one
+        run).
     """
     table = settings(trials)
     by = distinguishing(table, first)
@@ -163,6 +164,7 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
         accuracies=("test_accuracy", list),
         spread=("test_accuracy", "std"),
         knob_value=("knob_value", "mean"),
+        test_loss=("test_loss", "mean"),
         runs=("run_id", "size"),
     )
     varied = table.loc[groups.head(1).index, by].reset_index(drop=True)

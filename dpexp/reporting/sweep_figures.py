@@ -1,4 +1,4 @@
-"""Figures of a sweep: accuracy, ε or the calibrated parameter against a setting.
+"""Figures of a sweep: accuracy, loss, ε or the calibrated parameter against a setting.
 
 A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration: the mean over its
 seeds, with their standard deviation.
@@ -37,60 +37,70 @@ class NotDrawn(Exception):
     """A figure would be unreadable; the message says why, and what to do."""
 
 
-def curves(trials: DataFrame, x: str, y: str) -> Figure:
-    """Draws y against x in one panel; a line joins configurations that differ in x alone.
+def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
+    """Draws each y against x in a panel; a line joins configurations that differ in x alone.
 
     Args:
         x: `epsilon`, or a setting, such as `optimizer.lr`; words are drawn in alphabetical order.
-        y: `test_accuracy`, with the best accuracy without privacy as a horizontal line; `epsilon`; or `knob_value`, the
-            calibrated parameter.
+        ys: `test_accuracy`, with the best accuracy without privacy as a horizontal line; `test_loss`; `epsilon`; or
+            `knob_value`, the calibrated parameter.
 
     Raises:
         NotDrawn: there are more than ten lines.
     """
-    runs = finished(trials).dropna(subset=[y])
+    runs = finished(trials).dropna(subset=[*ys])
     points, by = configurations(runs, [x, ROUND, EPSILON, Z])
     numbers = [key for key in by if all(number(value) is not None for value in points[key])]
     along = x if x in by else next(iter(numbers), None)
     lines = [key for key in by if key != along]
     points = points.assign(line=labels(points, lines))
+    if x == ROUND:
+        spent = points.groupby("line")["epsilon"].transform("max")
+        ends = [f"ε = {up(most, 3)}" for most in spent]
+        points["line"] = [f"{line} · {end}" if line else end for line, end in zip(points["line"], ends, strict=True)]
     if (count := points["line"].nunique()) > LINES:
         raise NotDrawn(f"{', '.join(lines)} make {count} lines; compare in MLflow.")
     is_number = x == "epsilon" or x in numbers
     points = points.assign(x=to_numeric(points[x]) if is_number else points[x].factorize()[0])
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
+    knob = " or ".join(sorted(points["knob"].unique()))
+    names = {"epsilon": "ε", "test_accuracy": "test accuracy", "test_loss": "test loss", "knob_value": f"{knob} needed"}
+    by_x = x if x != "epsilon" else "the ε spent during training" if ROUND in by else "ε"
+    figure = Figure(figsize=(8 if len(ys) == 1 else 6 * len(ys), 5), layout="constrained")
+    for axes, y in zip(figure.subplots(1, len(ys), squeeze=False)[0], ys, strict=True):
+        _panel(axes, points, y, is_number)
+        tops = best_baselines(trials) if y == "test_accuracy" else {}
+        for (_, model), top in tops.items():
+            among = f" (the best of {top.others + 1})" if top.others else ""
+            label = f"{model} without privacy{among}"
+            axes.axhline(top.row["test_accuracy"], label=label, color="black", linestyle=":")
+        axes.set(xlabel=by_x, ylabel=names[y])
+        if y == "knob_value":
+            axes.set_title(WHY.get(knob, ""), fontsize="small", wrap=True)
+        if is_number:
+            _ticks(axes, points["x"].unique().tolist(), claim=x in ("epsilon", EPSILON))
+        else:
+            axes.set_xticks(range(points["x"].nunique()), points[x].unique())
+    where = [points[key].iloc[0] for key in ("data", "model") if points[key].nunique() == 1]
+    figure.suptitle(f"{' and '.join(names[y] for y in ys)} by {by_x}: {', '.join(where) or 'all trials'}")
+    handles, shown = figure.axes[0].get_legend_handles_labels()
+    if shown:
+        columns = 2 if max(map(len, shown)) < 50 else 1
+        figure.legend(handles, shown, loc="outside lower center", ncols=columns, fontsize="small")
+    return figure
+
+
+def _panel(axes: Axes, points: DataFrame, y: str, is_number: bool) -> None:
+    """Draws y against x, line by line."""
     for k, (label, line) in enumerate(points.sort_values("x").groupby(points["line"], sort=False)):
         spread = line["spread"] if y == "test_accuracy" else None
         axes.errorbar(
             line["x"], line[y], spread, label=label or None, capsize=2, marker="osD^vP"[k % 6],
             linestyle="-" if is_number else "",
         )  # fmt: skip
-    tops = best_baselines(trials) if y == "test_accuracy" else {}
-    for (_, model), top in tops.items():
-        among = f" (the best of {top.others + 1})" if top.others else ""
-        label = f"{model} without privacy{among}"
-        axes.axhline(top.row["test_accuracy"], label=label, color="black", linestyle=":")
-    knob = " or ".join(sorted(points["knob"].unique()))
-    of = {"epsilon": "ε", "test_accuracy": "test accuracy", "knob_value": f"{knob} needed"}[y]
-    by_x = x if x != "epsilon" else "the ε spent during training" if ROUND in by else "ε"
-    axes.set(xlabel=by_x, ylabel=of)
     axes.grid(alpha=0.3)
-    if is_number:
-        _ticks(axes, points["x"].unique().tolist(), claim=x in ("epsilon", EPSILON))
-    else:
-        axes.set_xticks(range(points["x"].nunique()), points[x].unique())
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{100 * value:.4g} %" if y == "test_accuracy" else f"{value:.4g}")
     )
-    where = [points[key].iloc[0] for key in ("data", "model") if points[key].nunique() == 1]
-    figure.suptitle(f"{of} by {by_x}: {', '.join(where) or 'all trials'}")
-    if y == "knob_value":
-        axes.set_title(WHY.get(knob, ""), fontsize="small", wrap=True)
-    if shown := axes.get_legend_handles_labels()[1]:
-        columns = 2 if max(map(len, shown)) < 50 else 1
-        figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
-    return figure
 
 
 def _ticks(axes: Axes, values: Sequence[float], claim: bool) -> None:
@@ -134,7 +144,8 @@ def figures_of(trials: DataFrame, evaluations: DataFrame) -> tuple[dict[str, Fig
     """The figures of a sweep by file name, and why others are not drawn.
 
     Test accuracy, or without training the calibrated parameter or ε, against ε and each swept number, or else against
-    the first setting that differs; the calibrated parameter against its target ε; accuracy against ε during training.
+    the first setting that differs; the calibrated parameter against its target ε; during training, accuracy against ε,
+    and accuracy and loss against the round.
 
     Args:
         evaluations: as trials, a row for each evaluation during training, which has its round as a setting.
@@ -147,13 +158,15 @@ def figures_of(trials: DataFrame, evaluations: DataFrame) -> tuple[dict[str, Fig
         pairs = [(key, y) for key in configurations(runs)[1][:1]]
     if needed.nunique() > 1:
         pairs.append((EPSILON, "knob_value"))
-    wanted = {f"{of.removesuffix('_value')}_by_{key}.png": (trials, key, of) for key, of in pairs}
+    wanted = {f"{of.removesuffix('_value')}_by_{key}.png": (trials, key, [of]) for key, of in pairs}
     if len(evaluations) > 2 * len(runs):
-        wanted["progress.png"] = (evaluations, "epsilon", y)
+        wanted["progress.png"] = (evaluations, "epsilon", [y])
+        losses = ["test_loss"] if evaluations["test_loss"].notna().any() else []
+        wanted["rounds.png"] = (evaluations, ROUND, [y, *losses])
     drawn, omitted = {}, []
-    for name, (frame, key, of) in wanted.items():
+    for name, (frame, key, ofs) in wanted.items():
         try:
-            drawn[name] = curves(frame, key, of)
+            drawn[name] = curves(frame, key, *ofs)
         except NotDrawn as why:
             omitted.append(f"{name} is not drawn: {why}")
     return drawn, omitted

@@ -149,14 +149,14 @@ class SweepRun:
         """A row for each evaluation during a training, which has its round as a setting."""
         rows = []
         for trial in trained(frame).to_dict("records"):
-            spent, scores = (
+            spent, scores, losses = (
                 {point.step: point.value for point in self._client.get_metric_history(trial["run_id"], name)}
-                for name in ("epsilon", "test_accuracy")
+                for name in ("epsilon", "test_accuracy", "test_loss")
             )
             for step in sorted(spent.keys() & scores.keys()):
                 setting = json.dumps(json.loads(trial["configuration"]) | {ROUND: step})
-                now = {"epsilon": spent[step], "test_accuracy": scores[step], "configuration": setting}
-                rows.append(trial | now)
+                now = {"epsilon": spent[step], "test_accuracy": scores[step], "test_loss": losses.get(step, math.nan)}
+                rows.append(trial | now | {"configuration": setting})
         return DataFrame(rows, columns=frame.columns)
 
     def discard(self) -> None:

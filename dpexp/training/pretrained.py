@@ -1,4 +1,5 @@
-"""Weight files, initial weights, and which parameters are trained: all, the head, biases, or low-rank adapters."""
+"""Weight files, initial weights, and which parameters are trained: all, the head, some modules, biases, or low-rank
+adapters."""
 
 import copy
 import errno
@@ -79,36 +80,34 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def load_initial_weights(module: nn.Module, path: Path, head: Collection[str]) -> None:
-    """Loads initial weights by name. Parameters of the `head` that are missing or of another shape stay random."""
+    """Loads initial weights by name. What is missing or of another shape in the layers of the `head` stays random."""
     with _refused(f"model.weights={path} cannot be read"):
         loaded = load_file(path)
     own = _tensors(module)
-    head_modules = {name.rpartition(".")[0] for name in head}
+    layers = {name.rpartition(".")[0] for name in head}
     differ = [name for name in own if name not in loaded or loaded[name].shape != own[name].shape]
-    kept_random = [name for name in differ if name in head]
-    mismatched = [name for name in differ if name not in head]
-    mismatched += [name for name in loaded if name not in own and name.rpartition(".")[0] not in head_modules]
+    mismatched = [name for name in (*differ, *(loaded.keys() - own)) if name.rpartition(".")[0] not in layers]
     if mismatched:
         raise ConfigError(
             f"model.weights={path} is of another model: they differ in {', '.join(sorted(mismatched)[:5])}, and only "
-            f"the head ({', '.join(head)}) may differ; fine_tuning.head names another head."
+            f"{', '.join(head)} may differ; fine_tuning.head, or the names of fine_tuning=modules, name other layers."
         )
-    if kept_random:
+    if differ:
         warnings.warn(
-            f"model.weights: {path} has another head; this model's head ({', '.join(kept_random)}) starts from random "
-            "weights."
+            f"model.weights: {path} has no {', '.join(differ)} of this shape, which start from random weights."
         )
-    module.load_state_dict({name: loaded[name] for name in own if name not in kept_random}, strict=False)
+    module.load_state_dict({name: loaded[name] for name in own if name not in differ}, strict=False)
 
 
-def head_parameters(model: nn.Module, name: str | None = None) -> list[str]:
-    """Names of the parameters of the head: the module called `name`, or the last with parameters of its own."""
-    head = _last_layer(model) if name is None else name
-    found = [parameter for parameter, _ in model.named_parameters() if parameter.startswith(f"{head}." if head else "")]
-    if not found:
-        raise ConfigError(
-            f"fine_tuning.head={head} names no module with parameters; the last that has some is {_last_layer(model)}."
-        )
+def head_parameters(model: nn.Module, head: str | Sequence[str] | None = None) -> list[str]:
+    """Names of the parameters of the head: a module, several, or the last with parameters of its own."""
+    parameters, found = [name for name, _ in model.named_parameters()], []
+    for name in [head] if isinstance(head, str) else head or [_last_layer(model)]:
+        inner = [parameter for parameter in parameters if parameter.startswith(f"{name}." if name else "")]
+        if not inner:
+            known = [module for module, layer in model.named_modules() if module and [*layer.parameters()]]
+            raise ConfigError(f"fine_tuning: {name} is no module with parameters; those are {', '.join(known)}.")
+        found += inner
     return found
 
 
@@ -124,10 +123,10 @@ def _last_layer(model: nn.Module) -> str:
 class All:
     """Trains every parameter that requires gradients.
 
-    `head` names the module that may differ from that of the initial weights; None: the last layer.
+    `head` names what may differ from the initial weights: a module, or several; None: the last layer.
     """
 
-    head: str | None = None
+    head: str | Sequence[str] | None = None
 
     def __call__(self, model: nn.Module) -> nn.Module:
         return model
@@ -138,6 +137,18 @@ class Head(All):
 
     def __call__(self, model: nn.Module) -> nn.Module:
         return _train_only(model, set(head_parameters(model, self.head)).__contains__)
+
+
+class Modules(Head):
+    """Trains only the named modules, such as new first and last layers around a public network (Abadi et al. 2016).
+
+    Each of them may differ from that of the initial weights.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+            raise ConfigError(f"fine_tuning.names={names} must be a list of modules, such as [0,9].")
+        super().__init__([str(name) for name in names])
 
 
 class Bias(All):

@@ -271,6 +271,8 @@ EARLY = {
     "help mechanims": "there is no 'mechanims'; did you mean 'mechanism'",
     "rounds=40": "rounds is internal and follows from sampling; give sampling.steps",
     "draw=1": "draw is internal",
+    "norms=jl": "norms is no option, since norms are always exact, and never estimated by projections",
+    "+norms=jl": "norms is no option",
     "grop=flat": "there is no 'grop'; did you mean 'group'",
     "group=flta": "group has no option 'flta'; did you mean 'flat'",
     "max_grad_norm=1": "there is no 'max_grad_norm'; did you mean 'clip_norm'",

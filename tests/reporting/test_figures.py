@@ -130,7 +130,8 @@ def test_the_q_of_each_epsilon_is_drawn_and_why_it_falls():
     assert not curves(others, "privacy.epsilon", "knob_value").axes[0].get_title()
 
 
-EVALUATED = trials(*({"optimizer.lr": lr, "seed": seed, "round": k, "epsilon": 0.5 * k, "test_accuracy": lr * k / 10}
+EVALUATED = trials(*({"optimizer.lr": lr, "seed": seed, "round": k, "epsilon": 0.5 * k, "test_accuracy": lr * k / 10,
+                      "test_loss": 3.0 - lr * k / 10}
                      for lr in (1, 2) for seed in "01" for k in (1, 2, 3)))  # fmt: skip
 EVALUATED["configuration"] = [
     json.dumps(json.loads(text) | {ROUND: k}) for text, k in zip(EVALUATED["configuration"], [1, 2, 3] * 4, strict=True)
@@ -141,7 +142,21 @@ def test_accuracy_during_training_is_drawn_by_epsilon():
     figure = curves(EVALUATED, "epsilon", "test_accuracy")
     assert lines(figure.axes[0]) == {f"optimizer.lr={lr}": [(0.5 * k, lr * k / 10) for k in (1, 2, 3)] for lr in (1, 2)}
     assert figure.get_suptitle() == "test accuracy by the ε spent during training: digits, cnn"
-    assert "progress.png" in figures_of(trials(*grid_of((0, 1), **{"optimizer.lr": [1, 2]})), EVALUATED)[0]
+    drawn, _ = figures_of(trials(*grid_of((0, 1), **{"optimizer.lr": [1, 2]})), EVALUATED)
+    assert "progress.png" in drawn and len(drawn["rounds.png"].axes) == 2
+    drawn, _ = figures_of(trials(*grid_of((0, 1), **{"optimizer.lr": [1, 2]})), EVALUATED.assign(test_loss=math.nan))
+    assert len(drawn["rounds.png"].axes) == 1, "a model that logs no loss has a panel of its accuracy"
+
+
+def test_accuracy_and_loss_are_drawn_by_the_round_with_the_final_epsilon():
+    figure = curves(EVALUATED, ROUND, "test_accuracy", "test_loss")
+    accuracy, loss = figure.axes
+    said = [f"optimizer.lr={lr} · ε = 1.5" for lr in (1, 2)]
+    assert lines(accuracy) == {said[lr - 1]: [(k, lr * k / 10) for k in (1, 2, 3)] for lr in (1, 2)}
+    assert lines(loss) == {said[lr - 1]: [(k, 3.0 - lr * k / 10) for k in (1, 2, 3)] for lr in (1, 2)}
+    assert legend(figure) == said and figure.get_suptitle() == "test accuracy and test loss by round: digits, cnn"
+    alone = curves(EVALUATED.head(3), ROUND, "test_loss")
+    assert legend(alone) == ["ε = 1.5"]
 
 
 NONE = EVALUATED.head(0)

@@ -16,6 +16,7 @@ from dpexp.training.pretrained import (
     Bias,
     Head,
     Lora,
+    Modules,
     head_parameters,
     load_initial_weights,
     read_metadata,
@@ -36,6 +37,8 @@ def test_what_each_way_of_tuning_trains():
     assert len(trained(All()(body()))) == 6
     assert trained(Head()(body())) == ["5.weight", "5.bias"]
     assert trained(Head("3")(body())) == ["3.weight", "3.bias"]
+    assert trained(Modules([5, 1])(body())) == ["1.weight", "1.bias", "5.weight", "5.bias"]
+    assert trained(Modules(["0"])(nn.Sequential(body(), nn.Linear(3, 2)))) == [f"0.{name}" for name in trained(body())]
     assert trained(Bias()(body())) == ["1.bias", "3.bias", "5.weight", "5.bias"]
 
 
@@ -56,7 +59,10 @@ def test_lora_trains_low_ranks_and_the_head_and_begins_where_the_model_was():
 @pytest.mark.parametrize(
     "tune, words",
     [
-        (lambda: Head("classifier")(body()), "fine_tuning.head=classifier names no module.* is 5"),
+        (lambda: Head("classifier")(body()), "fine_tuning: classifier is no module with parameters; those are 1, 3, 5"),
+        (lambda: Modules(["3", "2"])(body()), "fine_tuning: 2 is no module with parameters; those are 1, 3, 5"),
+        (lambda: Modules("conv"), r"fine_tuning.names=conv must be a list of modules, such as \[0,9\]"),
+        (lambda: Modules([]), r"fine_tuning.names=\[\] must be a list"),
         (lambda: Lora(layers=["query"])(body()), r"the model has no layers \['query'\]"),
         (lambda: Lora()(nn.Sequential(nn.Linear(3, 2))), "no linear layer but its head"),
         (lambda: head_parameters(nn.Tanh()), "no parameters"),
@@ -73,7 +79,7 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
     torch.manual_seed(1)
     other = mlp([6], 7, [5, 4])
     its_head = other[5].weight.clone()
-    with pytest.warns(UserWarning, match="another head"):
+    with pytest.warns(UserWarning, match=r"has no 5\.weight, 5\.bias of this shape"):
         load_initial_weights(other, path, head_parameters(other))
         assert read_metadata(path) == {"private": "True"}
     assert torch.equal(other[1].weight, first[1].weight) and torch.equal(other[3].bias, first[3].bias)
@@ -106,7 +112,7 @@ BACKBONE = (
 def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
     first = dpexp_job(*FAST, *PUBLIC) / "weights.safetensors"
     capsys.readouterr()
-    with pytest.warns(UserWarning, match="another head"):  # 5 classes, and 10
+    with pytest.warns(UserWarning, match=r"has no 3\.weight, 3\.bias of this shape"):  # 5 classes, and 10
         second = dpexp_job(*FAST, "fine_tuning=head", f"model.weights={first}")
     given, found = load_file(first), load_file(second / "weights.safetensors")
     assert torch.equal(found["1.weight"], given["1.weight"]) and torch.equal(found["1.bias"], given["1.bias"])
@@ -114,6 +120,29 @@ def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
     assert "Trained: 1,290 of 9,610 weights: model.3.weight, model.3.bias" in capsys.readouterr().out
     first.unlink()
     assert torch.equal(dpexp.load(second)[1].weight, given["1.weight"])  # the first job's file is not needed
+
+
+def test_named_modules_are_trained_around_frozen_public_ones_and_may_be_new(dpexp_job, capsys):
+    """As in the slides: new first and last layers, for other images and classes, around frozen ones."""
+    cnn = ("model=cnn", *FAST[1:])
+    public = dpexp_job(*cnn, "data=synthetic", "data.shape=[3,8,8]", "privacy.enabled=false") / "weights.safetensors"
+    with pytest.raises(SystemExit, match=r"they differ in 0\.weight, and only 9\.weight, 9\.bias may differ"):
+        dpexp_job(*cnn, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[9]")
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match=r"has no 0\.weight, 9\.weight, 9\.bias of this shape"):
+        private = dpexp_job(*cnn, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[0,9]")
+    said = "Trained: 490 of 9,258 weights: model.0.weight, model.0.bias, model.9.weight, model.9.bias"
+    assert said in " ".join(capsys.readouterr().out.split())
+    given, found = load_file(public), load_file(private / "weights.safetensors")
+    kept = {name for name in given if given[name].shape == found[name].shape and torch.equal(given[name], found[name])}
+    assert kept == {"3.weight", "3.bias", "7.weight", "7.bias"}
+    assert dpexp.load(private)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_a_head_that_is_not_trained_may_differ_and_nothing_else(dpexp_job):
+    public = dpexp_job(*FAST, *PUBLIC, "model.hidden=[7]") / "weights.safetensors"
+    with pytest.raises(SystemExit, match=r"they differ in 1\.bias, 1\.weight, and only 3\.weight, 3\.bias may differ"):
+        dpexp_job(*FAST, "fine_tuning=lora", "fine_tuning.head=false", f"model.weights={public}")
 
 
 def test_a_model_that_was_tuned_by_lora_is_found_again(dpexp_job):
