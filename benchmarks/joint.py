@@ -150,11 +150,12 @@ def clipping(way: str, m: Tensor, d: Tensor, names: list[str], multiple: float) 
         by_name = dpexp.FixedClipNorm(dict(zip(names, norms.tolist(), strict=True)))
         return dpexp.Clipping(group=dpexp.per_layer(), clip_norm=by_name), dpexp.MinVariance()
     if what == "learnt α":
-        joint = dpexp.Joint(clip_norm=multiple * math.sqrt(len(m)))
-        return dpexp.Clipping(mechanism=joint, clip_norm=dpexp.AdaptiveClipNorm()), dpexp.Proportional()
+        norm = dpexp.FixedClipNorm(multiple * math.sqrt(len(m)))
+        joint = dpexp.Joint(dpexp.AdaptiveClipNorm())
+        return dpexp.Clipping(mechanism=joint, clip_norm=norm), dpexp.Proportional()
     scales = {"α = m": m, "least noise": m.sqrt() / d**0.25}[what]
     S = multiple * (m / scales).norm().item()
-    joint = dpexp.Joint(alpha=(scales * S / math.sqrt(len(m))).tolist())  # with S = √k
+    joint = dpexp.Joint(dpexp.FixedClipNorm((scales * S / math.sqrt(len(m))).tolist()))  # with S = √k
     return dpexp.Clipping(mechanism=joint), dpexp.Proportional()
 
 
