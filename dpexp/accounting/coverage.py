@@ -80,30 +80,21 @@ def is_bound(accountant: str) -> bool:
     return coverage(accountant).is_bound
 
 
-def adjacencies(policy: str) -> tuple[str, ...]:
-    """The adjacencies for which the sampling policy can be accounted, the default one first.
-
-    Raises:
-        ConfigError: no accountant knows the policy.
-    """
-    if policy not in CLAIMS:
-        raise ConfigError(
-            f"sampling policy {policy!r} has no accountant; a policy of your own names one of {', '.join(CLAIMS)}."
-        )
-    return tuple(CLAIMS[policy])
-
-
 def yaml_name(policy: str) -> str:
     """The name under `sampling=` of a ledger's sampling policy."""
     return "full_batch" if policy == "all" else policy
 
 
-def check_covered(policy: str, adjacency: str, accountant: str | None = None) -> None:
-    """Refuses a claim for which no accountant, or not this one, is stated."""
+def check_covered(policy: str, adjacency: str | None, accountant: str | None = None) -> str:
+    """The adjacency, by default the policy's first; a ConfigError if no accountant, or not this one, covers it."""
     if policy not in CLAIMS:
-        raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(map(yaml_name, CLAIMS))}.")
+        raise ConfigError(
+            f"sampling={policy} has no accountant; choose {', '.join(map(yaml_name, CLAIMS))}; a policy of your own "
+            f"names one of {', '.join(CLAIMS)}."
+        )
+    adjacency = adjacency or next(iter(CLAIMS[policy]))
     if adjacency not in SENSITIVITY:
-        raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
+        raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
     if adjacency not in CLAIMS[policy]:
         raise ConfigError(
             f"adjacency={adjacency} cannot be claimed for sampling={yaml_name(policy)}: {_WHY[policy]}; "
@@ -114,6 +105,7 @@ def check_covered(policy: str, adjacency: str, accountant: str | None = None) ->
             f"accountant={accountant} has no bound for sampling={yaml_name(policy)} under adjacency={adjacency}; "
             f"choose accountant={' or '.join(CLAIMS[policy][adjacency])}, or another sampling policy."
         )
+    return adjacency
 
 
 def check_delta(delta: float) -> None:

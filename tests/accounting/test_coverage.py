@@ -7,7 +7,7 @@ import pytest
 from test_accountants import ledger
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.coverage import NAMES, Coverage, adjacencies, check_covered, coverage, is_bound
+from dpexp.accounting.coverage import NAMES, Coverage, check_covered, coverage, is_bound
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
@@ -84,5 +84,7 @@ def test_an_accountant_of_ones_own_is_used_for_what_it_covers(monkeypatch):
     monkeypatch.setattr(Concentrated, "epsilon", lambda *_: math.nan)
     with pytest.raises(ConfigError, match="Concentrated gives ε = nan, which is not a number of at least 0"):
         epsilon(Ledger("add_remove", {full: 7}), 1e-5, own)
-    with pytest.raises(ConfigError, match="sampling policy 'mine' has no accountant"):
-        adjacencies("mine")
+    with pytest.raises(
+        ConfigError, match=r"sampling=mine has no accountant.*a policy of your own names one of poisson"
+    ):
+        check_covered("mine", None)

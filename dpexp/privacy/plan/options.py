@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpexp.accounting.calibration import CALIBRATABLE
-from dpexp.accounting.coverage import adjacencies, check_advantage, check_covered, check_delta, check_tpr
-from dpexp.accounting.ledger import ADJACENCIES
+from dpexp.accounting.coverage import check_advantage, check_delta, check_tpr, yaml_name
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 from dpexp.privacy.plan.schedules import Schedule, segments
-from dpexp.privacy.sampling.policies import POLICIES, Policy, check_rate, make_policy, policy_class
+from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
 
 NOISES = ("gaussian", "banded")
 COEFFICIENTS = ("optimal", "sqrt")
@@ -201,7 +200,7 @@ class Noise:
         if policy != "cyclic_poisson" and self.bands != 1:
             raise ConfigError(
                 f"noise=banded with noise.bands={self.bands} needs samples that keep the rounds of a record apart, and "
-                f"sampling={_option(policy)} does not; choose sampling=cyclic_poisson."
+                f"sampling={yaml_name(policy)} does not; choose sampling=cyclic_poisson."
             )
         if self.bands == AUTO and (calibrate != "noise_multiplier" or not has_target):
             raise ConfigError(
@@ -252,7 +251,7 @@ class Schedules:
             raise ConfigError(f"{given[0]} is not supported with sampling=cyclic_poisson; choose sampling=poisson.")
         varies = policy in ("poisson", "truncated_poisson")
         if self.q is not None and not varies:
-            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {_option(policy)}'s q cannot vary.")
+            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {yaml_name(policy)}'s q cannot vary.")
         if calibrate.startswith("sampling_rate") and self.q is not None:
             raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
         solves_rounds = calibrate == "steps" or (calibrate.startswith("sampling_rate") and sampling.steps is None)
@@ -269,17 +268,3 @@ class Schedules:
             raise ConfigError(f"schedule.S={self.S} and adaptive clipping norms both say how S varies; choose one.")
         if calibrate == "clip_norm":
             raise ConfigError("calibrate=clip_norm solves for a clipping norm that adapts; calibrate something else.")
-
-
-def _option(policy: str) -> str:
-    """The configuration's name of a policy, whose events may have another name."""
-    return next((name for name, class_ in POLICIES.items() if class_.name == policy), policy)
-
-
-def resolve_adjacency(policy: str, adjacency: str | None) -> str:
-    """The adjacency, by default the first that the sampling policy covers; raises ConfigError for one it does not."""
-    adjacency = adjacency or adjacencies(policy)[0]
-    if adjacency not in ADJACENCIES:
-        raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
-    check_covered(policy, adjacency)
-    return adjacency
