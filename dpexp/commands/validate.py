@@ -10,7 +10,7 @@ from unicodedata import is_normalized
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
+from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverage
 from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, part_of, refusal_of_resolver
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target
@@ -237,8 +237,8 @@ def _check_class_weights(cfg: DictConfig) -> None:
 def _check_accountants(names: list[str]) -> None:
     if not names:
         raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
-    check_names([name for name in names if name != "all"])
-    if names[0] != "all" and not is_bound(names[0]):
+    known = {name: coverage(name) for name in names if name != "all"}
+    if names[0] != "all" and not known[names[0]].is_bound:
         raise ConfigError(
             f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
             "be the reported one; put another first."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpexp.accounting.calibration import CALIBRATABLE
-from dpexp.accounting.coverage import check_advantage, check_delta, check_tpr, yaml_name
+from dpexp.accounting.coverage import check_delta, yaml_name
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 from dpexp.privacy.plan.schedules import Schedule, segments
 from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
@@ -114,10 +114,13 @@ class Target:
                 positive(f"privacy.{name}", getattr(self, name))
         if self.delta is not None:
             check_delta(self.delta)
-        if self.max_advantage is not None:
-            check_advantage(self.max_advantage)
+        if self.max_advantage is not None and not 0 < self.max_advantage < 1:
+            raise ConfigError(
+                f"privacy.max_advantage={self.max_advantage:g} must lie strictly between 0 and 1: it is the largest "
+                "TPR - FPR of a test for one record, which is 0 for guessing."
+            )
         if self.max_tpr_at_fpr is not None:
-            check_tpr(self.max_tpr_at_fpr)
+            _check_tpr(self.max_tpr_at_fpr)
         if len(self.given) > 1:
             raise ConfigError(f"{' and '.join(self.given)} are {len(self.given)} targets; give one of them.")
 
@@ -151,6 +154,21 @@ class Target:
             raise ConfigError(
                 f"calibrate={calibrate} solves for the target {target} from the noise "
                 f"privacy.noise_multiplier={self.noise_multiplier}; give both."
+            )
+
+
+def _check_tpr(rates: Mapping[float, float]) -> None:
+    """Refuses a target that is no {FPR: largest TPR} with 0 < FPR < TPR < 1."""
+    key = "privacy.max_tpr_at_fpr"
+    if not isinstance(rates, Mapping) or not rates:
+        raise ConfigError(f"{key}={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+    for fpr, tpr in rates.items():
+        if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
+            raise ConfigError(f"{key}={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+        if not 0 < fpr < tpr < 1:
+            raise ConfigError(
+                f"{key}={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "
+                "{0.01: 0.05}: guessing has a TPR equal to its FPR."
             )
 
 
