@@ -189,12 +189,6 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
     return found
 
 
-def estimate(ledger: Ledger, delta: float) -> float:
-    """A quick approximation of `epsilon` by `pld`; no bound."""
-    found = guarantee(ledger)
-    return found.estimate(delta) if isinstance(found, ComposedLoss) else found.epsilon(delta)
-
-
 def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
     """δ for which the ledger's rounds are (ε, δ)-differentially private.
 
