@@ -26,7 +26,7 @@ from dpexp.accounting.composition import (
     composed,
     laplace_moments,
 )
-from dpexp.accounting.coverage import check_delta, check_names
+from dpexp.accounting.coverage import check_delta, coverage
 from dpexp.accounting.dominating_pairs import (
     FixedSizePair,
     LaplacePair,
@@ -182,17 +182,11 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
         ConfigError: δ lies outside (0, 1), the accountant is unknown, or it does not cover this ledger.
     """
     check_delta(delta)
-    check_names([accountant])
+    coverage(accountant)  # refuses an unknown one
     found = guarantee(ledger, accountant).epsilon(delta) if ledger.rounds else 0.0
     if not (isinstance(found, int | float) and found >= 0):
         raise ConfigError(f"accountant={accountant} gives ε = {found}, which is not a number of at least 0.")
     return found
-
-
-def estimate(ledger: Ledger, delta: float) -> float:
-    """A quick approximation of `epsilon` by `pld`; no bound."""
-    found = guarantee(ledger)
-    return found.estimate(delta) if isinstance(found, ComposedLoss) else found.epsilon(delta)
 
 
 def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
@@ -205,7 +199,7 @@ def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
     """
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise ConfigError(f"privacy.epsilon={epsilon} must be a finite number of at least 0.")
-    check_names([accountant])
+    coverage(accountant)  # refuses an unknown one
     if not ledger.rounds:
         return 0.0
     found = guarantee(ledger, accountant)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpexp.accounting.coverage import NAMES, is_bound
+from dpexp.accounting.coverage import NAMES, coverage
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
@@ -80,8 +80,8 @@ def solve(
     Raises:
         ConfigError: the accountant is an approximation, or no value reaches the target; says the best cost.
     """
-    if not is_bound(accountant):
-        others = ", ".join(filter(is_bound, NAMES))
+    if not coverage(accountant).is_bound:
+        others = ", ".join(name for name in NAMES if coverage(name).is_bound)
         raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
     limits = CALIBRATABLE[knob]
     low, high = math.log(max(limits.lowest, lowest or 0)), math.log(limits.highest)

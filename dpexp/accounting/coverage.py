@@ -75,35 +75,21 @@ def coverage(accountant: str) -> Coverage:
     return found
 
 
-def is_bound(accountant: str) -> bool:
-    """Whether the accountant's ε is an upper bound; otherwise it is an approximation."""
-    return coverage(accountant).is_bound
-
-
-def adjacencies(policy: str) -> tuple[str, ...]:
-    """The adjacencies for which the sampling policy can be accounted, the default one first.
-
-    Raises:
-        ConfigError: no accountant knows the policy.
-    """
-    if policy not in CLAIMS:
-        raise ConfigError(
-            f"sampling policy {policy!r} has no accountant; a policy of your own names one of {', '.join(CLAIMS)}."
-        )
-    return tuple(CLAIMS[policy])
-
-
 def yaml_name(policy: str) -> str:
     """The name under `sampling=` of a ledger's sampling policy."""
     return "full_batch" if policy == "all" else policy
 
 
-def check_covered(policy: str, adjacency: str, accountant: str | None = None) -> None:
-    """Refuses a claim for which no accountant, or not this one, is stated."""
+def check_covered(policy: str, adjacency: str | None, accountant: str | None = None) -> str:
+    """The adjacency, by default the policy's first; a ConfigError if no accountant, or not this one, covers it."""
     if policy not in CLAIMS:
-        raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(map(yaml_name, CLAIMS))}.")
+        raise ConfigError(
+            f"sampling={policy} has no accountant; choose {', '.join(map(yaml_name, CLAIMS))}; a policy of your own "
+            f"names one of {', '.join(CLAIMS)}."
+        )
+    adjacency = adjacency or next(iter(CLAIMS[policy]))
     if adjacency not in SENSITIVITY:
-        raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
+        raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
     if adjacency not in CLAIMS[policy]:
         raise ConfigError(
             f"adjacency={adjacency} cannot be claimed for sampling={yaml_name(policy)}: {_WHY[policy]}; "
@@ -114,42 +100,13 @@ def check_covered(policy: str, adjacency: str, accountant: str | None = None) ->
             f"accountant={accountant} has no bound for sampling={yaml_name(policy)} under adjacency={adjacency}; "
             f"choose accountant={' or '.join(CLAIMS[policy][adjacency])}, or another sampling policy."
         )
+    return adjacency
 
 
 def check_delta(delta: float) -> None:
     """Refuses a δ that is not strictly between 0 and 1."""
     if not (math.isfinite(delta) and 0 < delta < 1):
         raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
-
-
-def check_advantage(limit: float) -> None:
-    """Refuses a target that is no TPR - FPR strictly between 0 and 1."""
-    if not 0 < limit < 1:
-        raise ConfigError(
-            f"privacy.max_advantage={limit:g} must lie strictly between 0 and 1: it is the largest TPR - FPR of a test "
-            "for one record, which is 0 for guessing."
-        )
-
-
-def check_tpr(rates: Mapping[float, float]) -> None:
-    """Refuses a target that is no {FPR: largest TPR} with 0 < FPR < TPR < 1."""
-    key = "privacy.max_tpr_at_fpr"
-    if not isinstance(rates, Mapping) or not rates:
-        raise ConfigError(f"{key}={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
-    for fpr, tpr in rates.items():
-        if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
-            raise ConfigError(f"{key}={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
-        if not 0 < fpr < tpr < 1:
-            raise ConfigError(
-                f"{key}={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "
-                "{0.01: 0.05}: guessing has a TPR equal to its FPR."
-            )
-
-
-def check_names(accountants: list[str]) -> None:
-    """Refuses unknown accountants."""
-    for name in accountants:
-        coverage(name)
 
 
 @cache

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr, ndtri
 
-from dpexp.accounting.accountants import Guarantee, epsilon, estimate, guarantee
+from dpexp.accounting.accountants import Guarantee, epsilon, guarantee
 from dpexp.accounting.composition import Array, GaussianMechanism
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
@@ -250,8 +250,9 @@ class Epsilon:
         return epsilon(ledger, self.delta, accountant)
 
     def estimate(self, ledger: Ledger) -> float:
-        """A quick approximation of the cost by `pld`."""
-        return estimate(ledger, self.delta)
+        """A quick approximation of the cost by `pld`; no bound."""
+        found = guarantee(ledger)
+        return found.estimate(self.delta) if isinstance(found, ComposedLoss) else found.epsilon(self.delta)
 
     def figures(self, cost: float) -> dict[str, float]:
         return {"ε": cost}

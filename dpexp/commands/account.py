@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.coverage import check_delta, check_names, is_bound
+from dpexp.accounting.coverage import check_delta, coverage
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon, sharing
 from dpexp.accounting.releases import applicable_accountants
@@ -72,10 +72,10 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     ledger, together = concatenate(ledgers), _together(ledgers)
     at = _delta(cfg.delta, [source.delta for source in sources])
     names = applicable_accountants(ledger) if cfg.accountant == "all" else cfg.accountant.replace(" ", "").split(",")
-    check_names(names)
     costs = {name: max(epsilon(one, at, name) for one in together) for name in names}
     _print(ledger, sources, at, costs, cfg.epsilon)
-    by, figures = "by" if is_bound(names[0]) else "about, by", [risk(one, names[0]).figures() for one in together]
+    by = "by" if coverage(names[0]).is_bound else "about, by"
+    figures = [risk(one, names[0]).figures() for one in together]
     worst = {name: max(one[name] for one in figures) for name in figures[0] if all(name in one for one in figures)}
     console.print(f"In words, {by} {names[0]}: {in_words(worst, ledger.unit)}")
     if cfg.figure is not None:
@@ -157,7 +157,7 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
         at_epsilon = [up(max(delta(one, e, name) for one in _together(ledgers)), 4)] if e is not None else []
-        table.add_row(name, up(cost, 6), *at_epsilon, "an approximation, no bound" if not is_bound(name) else "")
+        table.add_row(name, up(cost, 6), *at_epsilon, "" if coverage(name).is_bound else "an approximation, no bound")
     console.print(table)
 
 
@@ -189,8 +189,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     from dpexp.tracking import run_costs
 
     cfg: DataSetOptions = read_options(DataSetOptions, [*filter(is_option, arguments)])
-    check_names([cfg.accountant])
-    if not is_bound(cfg.accountant):
+    if not coverage(cfg.accountant).is_bound:
         raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
     stores = (cfg.uri or tracking_uri()).split(",")
     costs = [cost for uri in stores for cost in run_costs.costs_in(uri, cfg.data.id)]

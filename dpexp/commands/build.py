@@ -18,8 +18,6 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
-from dpexp.accounting.coverage import CLAIMS
-from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
 from dpexp.config import CONF, part_of
@@ -118,13 +116,12 @@ def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, A
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
     """The configured accountants, the reported one first; `all`: every one that has a bound for the plan's claim."""
-    before = Ledger(plan.adjacency, {round_: 1 for round_ in plan.ledger().rounds if round_.one_time_query is not None})
-    if "all" not in cfg.accountant.names:
-        for name in cfg.accountant.names:
-            releases(before, name)
-        return list(cfg.accountant.names)
-    composing = applicable_accountants(before)
-    return [name for name in CLAIMS[plan.sampling.name][plan.adjacency] if name in composing or not before.rounds]
+    ledger = plan.ledger()
+    if "all" in cfg.accountant.names:
+        return applicable_accountants(ledger)
+    for name in cfg.accountant.names:
+        releases(ledger, name)
+    return list(cfg.accountant.names)
 
 
 def make(section: str, node: Any, **arguments: Any) -> Any:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pandas import DataFrame, read_csv
+from pandas.api.types import is_numeric_dtype
 from torch import Tensor, nn
 from yaml import YAMLError
 
@@ -32,9 +34,6 @@ from dpexp.reporting.terminal import console, print_metrics, print_tested
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.raw import RawData, delimiter_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_weights
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 # Files of a job's folder:
 WEIGHTS, CARD, MLFLOW_MODEL, DISK_RESERVE = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
@@ -173,10 +172,8 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     return metrics
 
 
-def predict(arguments: Sequence[str]) -> "DataFrame":
+def predict(arguments: Sequence[str]) -> DataFrame:
     """Writes and returns the predictions, one row per input."""
-    from pandas import DataFrame
-
     run, options = _run_and_options("predict", arguments, ["data", "out", "uri"])
     if "data" not in options:
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
@@ -208,9 +205,6 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
 
 def _table(path: Path) -> np.ndarray:
     """The rows of a CSV file, whose first line may hold names (0, 1, 2, … count as names)."""
-    from pandas import read_csv
-    from pandas.api.types import is_numeric_dtype
-
     form: Any = {"sep": delimiter_of(path)}
     first = read_csv(path, header=None, nrows=1, **form)
     named = not all(map(is_numeric_dtype, first.dtypes)) or [*first.iloc[0]] == [*range(first.shape[1])]

@@ -10,10 +10,10 @@ from unicodedata import is_normalized
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
+from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverage
 from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, part_of, refusal_of_resolver
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
+from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target
 from dpexp.privacy.sampling.policies import policy_class
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
 from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN
@@ -197,7 +197,7 @@ def _check_part(cfg: DictConfig) -> None:
     part, module, unit = cfg.data.get("part"), cfg.data.module, cfg.privacy_unit.kind
     if part_of(part, cfg.data.id) is None:
         return
-    adjacency = resolve_adjacency(policy_class(cfg.sampling.policy).name, cfg.privacy.adjacency)
+    adjacency = check_covered(policy_class(cfg.sampling.policy).name, cfg.privacy.adjacency)
     person, by_person = module.get("person", module.get("user")), cfg.privacy_unit.get("user_attribute") == "user_of"
     for holds, wanted in (
         (module.get("part") == part, f"is no option of {module._target_}; choose data=csv or data=documents"),
@@ -237,8 +237,8 @@ def _check_class_weights(cfg: DictConfig) -> None:
 def _check_accountants(names: list[str]) -> None:
     if not names:
         raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
-    check_names([name for name in names if name != "all"])
-    if names[0] != "all" and not is_bound(names[0]):
+    known = {name: coverage(name) for name in names if name != "all"}
+    if names[0] != "all" and not known[names[0]].is_bound:
         raise ConfigError(
             f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
             "be the reported one; put another first."
@@ -252,11 +252,10 @@ def _check_privacy(cfg: DictConfig) -> None:
     if not privacy.enabled:
         return
     target = target_of(cfg)
-    adjacency = resolve_adjacency(policy.name, privacy.adjacency)
     allocation = cfg.allocation._target_
     if allocation.startswith("dpexp."):  # another allocation may fix the noise itself
         target.check(cfg.calibrate, allocation.endswith(".Explicit"))
-    check_covered(policy.name, adjacency, target.accountant)
+    check_covered(policy.name, privacy.adjacency, target.accountant)
     Noise(**values_of(cfg.noise)).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
     schedules = Schedules(**values_of(cfg.schedule))
     schedules.check(sampling_of(cfg), cfg.calibrate)
@@ -285,4 +284,4 @@ def _check_budget(cfg: DictConfig) -> None:
             f"privacy.budget cannot be kept by a run that is not private ({reason}); remove that, or the budget."
         )
     policy = policy_class(cfg.sampling.policy).name
-    check_rdp_covered(policy, resolve_adjacency(policy, cfg.privacy.adjacency))
+    check_rdp_covered(policy, check_covered(policy, cfg.privacy.adjacency))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpexp._torch_compat import is_compiled
 from dpexp._transformers_compat import trained_privately
-from dpexp.accounting.coverage import check_covered, check_delta, check_names
+from dpexp.accounting.coverage import check_covered, check_delta
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, positive_integer
 from dpexp.privacy import refusals
@@ -72,7 +72,6 @@ class PrivateTraining:
         delta = plan.delta if delta is None else delta
         if delta is not None:
             check_delta(delta)
-            check_names([accountant])
             check_covered(plan.sampling.name, plan.adjacency, accountant)
         self.plan, self.delta, self.accountant = plan, delta, accountant
         self.ledger_path = Path(ledger)

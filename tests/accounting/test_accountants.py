@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from dpexp.accounting.accountants import delta, epsilon, guarantee
 from dpexp.accounting.composition import best_order, log_moments
-from dpexp.accounting.coverage import CLAIMS, NAMES, adjacencies
+from dpexp.accounting.coverage import CLAIMS, NAMES, check_covered
 from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, concatenate
 from dpexp.accounting.releases import Release, releases
 from dpexp.errors import ConfigError
@@ -192,7 +192,7 @@ def test_the_table_of_claims():
     assert CLAIMS["truncated_poisson"] == {"replace_null": ("pld",)}
     assert CLAIMS["fixed_size"] == {"replace_one": ("pld", "rdp")}
     assert set(CLAIMS["shuffle"]) == {"replace_one", "replace_null"}
-    assert {policy: adjacencies(policy)[0] for policy in CLAIMS} == {
+    assert {policy: check_covered(policy, None) for policy in CLAIMS} == {
         "poisson": "add_remove", "cyclic_poisson": "add_remove", "all": "add_remove", "shuffle": "replace_one",
         "fixed_size": "replace_one", "truncated_poisson": "replace_null",
     }  # fmt: skip

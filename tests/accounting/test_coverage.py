@@ -7,7 +7,7 @@ import pytest
 from test_accountants import ledger
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.coverage import NAMES, Coverage, adjacencies, check_covered, coverage, is_bound
+from dpexp.accounting.coverage import NAMES, Coverage, check_covered, coverage
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
@@ -68,7 +68,7 @@ def test_an_accountant_of_ones_own_is_used_for_what_it_covers(monkeypatch):
     own = "test_coverage.Concentrated"
     query = SumQueryEvent("all", 1.0, 3.0)
     full = Round(SamplingEvent("all", 1.0, 9), (query,))
-    assert is_bound(own) and epsilon(Ledger("add_remove", {full: 7}), 1e-5, own) == pytest.approx(
+    assert coverage(own).is_bound and epsilon(Ledger("add_remove", {full: 7}), 1e-5, own) == pytest.approx(
         7 / 18 + 2 * math.sqrt(7 / 18 * math.log(1e5))
     )
     laplace = Round(SamplingEvent("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 9.0),))
@@ -84,5 +84,7 @@ def test_an_accountant_of_ones_own_is_used_for_what_it_covers(monkeypatch):
     monkeypatch.setattr(Concentrated, "epsilon", lambda *_: math.nan)
     with pytest.raises(ConfigError, match="Concentrated gives ε = nan, which is not a number of at least 0"):
         epsilon(Ledger("add_remove", {full: 7}), 1e-5, own)
-    with pytest.raises(ConfigError, match="sampling policy 'mine' has no accountant"):
-        adjacencies("mine")
+    with pytest.raises(
+        ConfigError, match=r"sampling=mine has no accountant.*a policy of your own names one of poisson"
+    ):
+        check_covered("mine", None)

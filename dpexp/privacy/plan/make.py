@@ -27,7 +27,7 @@ from dpexp.privacy.plan.clipping import (
     options_by_group,
 )
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
-from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target, resolve_adjacency
+from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import parts_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
@@ -113,7 +113,7 @@ def make_plan(
     if has_no_q and calibrate == "sampling_rate" and isinstance(allocation, Explicit) and allocation.sigma is None:
         sampling = replace(sampling, sampling_rate=1.0)  # or any other: σ_g determines the noise at each q
     policy, rounds = sampling.resolve(n, records)
-    adjacency = resolve_adjacency(policy.name, adjacency)
+    adjacency = check_covered(policy.name, adjacency, target.accountant)
     target.check(calibrate, isinstance(allocation, Explicit))
     schedules.check(sampling, calibrate)
     privacy_target = _privacy_target(target)
@@ -177,7 +177,6 @@ def make_plan(
             plan.ledger()  # refuses values of a round that are out of range
             return _checked(plan)
         assert privacy_target is not None  # as Target.check requires
-        check_covered(policy.name, adjacency, target.accountant)
         fixed = z or 1.0
         plans: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
             "noise_multiplier": (plan_at, 1.0),

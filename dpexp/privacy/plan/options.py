@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpexp.accounting.calibration import CALIBRATABLE
-from dpexp.accounting.coverage import adjacencies, check_advantage, check_covered, check_delta, check_tpr
-from dpexp.accounting.ledger import ADJACENCIES
+from dpexp.accounting.coverage import check_delta, yaml_name
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 from dpexp.privacy.plan.schedules import Schedule, segments
-from dpexp.privacy.sampling.policies import POLICIES, Policy, check_rate, make_policy, policy_class
+from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
 
 NOISES = ("gaussian", "banded")
 COEFFICIENTS = ("optimal", "sqrt")
@@ -115,10 +114,13 @@ class Target:
                 positive(f"privacy.{name}", getattr(self, name))
         if self.delta is not None:
             check_delta(self.delta)
-        if self.max_advantage is not None:
-            check_advantage(self.max_advantage)
+        if self.max_advantage is not None and not 0 < self.max_advantage < 1:
+            raise ConfigError(
+                f"privacy.max_advantage={self.max_advantage:g} must lie strictly between 0 and 1: it is the largest "
+                "TPR - FPR of a test for one record, which is 0 for guessing."
+            )
         if self.max_tpr_at_fpr is not None:
-            check_tpr(self.max_tpr_at_fpr)
+            _check_tpr(self.max_tpr_at_fpr)
         if len(self.given) > 1:
             raise ConfigError(f"{' and '.join(self.given)} are {len(self.given)} targets; give one of them.")
 
@@ -152,6 +154,21 @@ class Target:
             raise ConfigError(
                 f"calibrate={calibrate} solves for the target {target} from the noise "
                 f"privacy.noise_multiplier={self.noise_multiplier}; give both."
+            )
+
+
+def _check_tpr(rates: Mapping[float, float]) -> None:
+    """Refuses a target that is no {FPR: largest TPR} with 0 < FPR < TPR < 1."""
+    key = "privacy.max_tpr_at_fpr"
+    if not isinstance(rates, Mapping) or not rates:
+        raise ConfigError(f"{key}={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+    for fpr, tpr in rates.items():
+        if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
+            raise ConfigError(f"{key}={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+        if not 0 < fpr < tpr < 1:
+            raise ConfigError(
+                f"{key}={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "
+                "{0.01: 0.05}: guessing has a TPR equal to its FPR."
             )
 
 
@@ -201,7 +218,7 @@ class Noise:
         if policy != "cyclic_poisson" and self.bands != 1:
             raise ConfigError(
                 f"noise=banded with noise.bands={self.bands} needs samples that keep the rounds of a record apart, and "
-                f"sampling={_option(policy)} does not; choose sampling=cyclic_poisson."
+                f"sampling={yaml_name(policy)} does not; choose sampling=cyclic_poisson."
             )
         if self.bands == AUTO and (calibrate != "noise_multiplier" or not has_target):
             raise ConfigError(
@@ -252,7 +269,7 @@ class Schedules:
             raise ConfigError(f"{given[0]} is not supported with sampling=cyclic_poisson; choose sampling=poisson.")
         varies = policy in ("poisson", "truncated_poisson")
         if self.q is not None and not varies:
-            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {_option(policy)}'s q cannot vary.")
+            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {yaml_name(policy)}'s q cannot vary.")
         if calibrate.startswith("sampling_rate") and self.q is not None:
             raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
         solves_rounds = calibrate == "steps" or (calibrate.startswith("sampling_rate") and sampling.steps is None)
@@ -269,17 +286,3 @@ class Schedules:
             raise ConfigError(f"schedule.S={self.S} and adaptive clipping norms both say how S varies; choose one.")
         if calibrate == "clip_norm":
             raise ConfigError("calibrate=clip_norm solves for a clipping norm that adapts; calibrate something else.")
-
-
-def _option(policy: str) -> str:
-    """The configuration's name of a policy, whose events may have another name."""
-    return next((name for name, class_ in POLICIES.items() if class_.name == policy), policy)
-
-
-def resolve_adjacency(policy: str, adjacency: str | None) -> str:
-    """The adjacency, by default the first that the sampling policy covers; raises ConfigError for one it does not."""
-    adjacency = adjacency or adjacencies(policy)[0]
-    if adjacency not in ADJACENCIES:
-        raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
-    check_covered(policy, adjacency)
-    return adjacency

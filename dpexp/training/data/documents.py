@@ -9,9 +9,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from pandas import DataFrame, factorize
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,9 +21,6 @@ from dpexp.training.classifier import scores_of
 from dpexp.training.data.raw import RawData, check_columns, in_part, rows_of, text_of, texts_of
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
-
-if TYPE_CHECKING:  # slow to import
-    from pandas import DataFrame
 
 _BATCH = 32  # texts that a classifier predicts for at once
 
@@ -89,10 +87,10 @@ class _Texts(RawData):
         return self._encoded(self._test_rows())
 
     @abstractmethod
-    def _encoded(self, rows: "DataFrame") -> Tokens:
+    def _encoded(self, rows: DataFrame) -> Tokens:
         """The examples of these records."""
 
-    def _rows(self, key: str, path: str) -> "DataFrame":
+    def _rows(self, key: str, path: str) -> DataFrame:
         """The records of a file, some of which have a text."""
         rows = rows_of(key, path, self._text)
         check_columns(f"{key}={path}", rows, self._fields)
@@ -100,16 +98,16 @@ class _Texts(RawData):
             raise ConfigError(f"{key}={path} has no record with a text in {self._text}.")
         return rows
 
-    def _test_rows(self) -> "DataFrame":
+    def _test_rows(self) -> DataFrame:
         rows = self._rows("data.test_path", self._test_path)
         return rows[[bool(text) for text in self._texts(rows)]]
 
-    def _texts(self, rows: "DataFrame") -> list[str]:
+    def _texts(self, rows: DataFrame) -> list[str]:
         """Each record's text; "" if it is none."""
         values = [value if isinstance(value, str) and value.strip() else "" for value in rows[self._text]]
         return [value.encode("utf-8", "replace").decode() for value in values]  # half of a surrogate pair is no text
 
-    def _ids(self, rows: "DataFrame", length: int | None = None) -> list[list[int]]:
+    def _ids(self, rows: DataFrame, length: int | None = None) -> list[list[int]]:
         """The tokens of each record's text, cut at `length`; of a record without a text, none."""
         check_columns("data", rows, {self._text: "data.text"})
         texts = self._texts(rows)
@@ -157,8 +155,6 @@ class Documents(_Texts):
 
     @cached_property
     def train(self) -> Tokens:
-        from pandas import factorize
-
         if self._one_block:
             warnings.warn(
                 f"data.unit=block: ε protects a block of {self.length} tokens, replaced in place; a document of several"
@@ -176,7 +172,7 @@ class Documents(_Texts):
         data.user_of = [codes[k] for k in self._sources]  # type: ignore[attr-defined]
         return data
 
-    def _encoded(self, rows: "DataFrame") -> Tokens:
+    def _encoded(self, rows: DataFrame) -> Tokens:
         end, length = self._tokenizer.eos_token_id, self.length
         texts = [ids + [end] * (bool(ids) and end is not None and ids[-1] != end) for ids in self._ids(rows)]
         # The last block of a text may be shorter, but has a token to predict.
@@ -185,17 +181,15 @@ class Documents(_Texts):
         self._sources = [k for k, parts in enumerate(cut) for _ in parts]
         return Tokens([part for parts in cut for part in parts], length, self._tokenizer.pad_token_id)
 
-    def encode(self, inputs: "DataFrame") -> list[Tensor]:
+    def encode(self, inputs: DataFrame) -> list[Tensor]:
         """The tokens [1, T] of each text."""
         ids = [one or [self._tokenizer.eos_token_id] for one in self._ids(inputs)]
         if (most := max(map(len, ids), default=0)) >= self.length:
             raise ConfigError(f"data: a text of {most} tokens leaves none of data.length={self.length} to continue it.")
         return [torch.tensor([one]) for one in ids]
 
-    def predictions(self, model: Any, inputs: "DataFrame") -> "DataFrame":
+    def predictions(self, model: Any, inputs: DataFrame) -> DataFrame:
         """A column `continuation`: the likeliest token, again and again, up to `length` tokens or the end of text."""
-        from pandas import DataFrame
-
         pad, found = self._tokenizer.pad_token_id, []
         for ids in self.encode(inputs):
             with torch.no_grad():
@@ -206,15 +200,11 @@ class Documents(_Texts):
             found.append(self._tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
         return DataFrame({"continuation": found}, index=inputs.index)
 
-    def example(self) -> "DataFrame":
-        from pandas import DataFrame
-
+    def example(self) -> DataFrame:
         return DataFrame({self._text: self._prompts[:2] or ["a"]})
 
     def save(self, model: nn.Module, folder: Path, card: str) -> None:
         super().save(model, folder, card)
-        from pandas import DataFrame
-
         prompts = DataFrame({self._text: self._prompts})
         lines = self._prompts and self.predictions(model, prompts)["continuation"]
         text = "\n\n".join(f"{prompt} → {line}" for prompt, line in zip(self._prompts, lines, strict=True))
@@ -249,12 +239,12 @@ class LabelledTexts(_Texts):
             )
         return data
 
-    def _encoded(self, rows: "DataFrame") -> Tokens:
+    def _encoded(self, rows: DataFrame) -> Tokens:
         code = {name: k for k, name in enumerate(self.class_names or ())}
         labels = [code.get(label, IGNORED) for label in texts_of(rows[self._label])]
         return Tokens(self._ids(rows, self.length), self.length, self._tokenizer.pad_token_id, labels)
 
-    def encode(self, inputs: "DataFrame") -> dict[str, Tensor]:
+    def encode(self, inputs: DataFrame) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` [N, length] of the first tokens of each text."""
         check_columns("data", inputs, {self._text: "data.text"})
         return self._tokenizer(  # type: ignore[no-any-return]
@@ -266,5 +256,5 @@ class LabelledTexts(_Texts):
         parts = zip(x["input_ids"].split(_BATCH), x["attention_mask"].split(_BATCH), strict=True)
         return torch.cat([scores_of(model(input_ids=ids, attention_mask=mask)) for ids, mask in parts])
 
-    def example(self) -> "DataFrame":
+    def example(self) -> DataFrame:
         return self._test_rows()[[self._text]].head(2)

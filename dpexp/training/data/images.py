@@ -11,19 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from pandas import DataFrame
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
 from dpexp.training.data.raw import RawData, check_columns
-
-if TYPE_CHECKING:  # slow to import
-    from pandas import DataFrame
 
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -52,22 +50,18 @@ class Images(RawData):
     def test(self) -> TensorDataset:
         return self._read(*self._records(in_test=True), is_public=True)
 
-    def example(self) -> "DataFrame":
-        from pandas import DataFrame
-
+    def example(self) -> DataFrame:
         _, _, record = self._records(in_test=True)
         values = [record(i)[0] for i in range(min(2, len(self.test)))]
         return DataFrame({self._input: [v.read_bytes() if isinstance(v, Path) else v for v in values]})
 
-    def read_inputs(self, path: Path) -> "DataFrame":
+    def read_inputs(self, path: Path) -> DataFrame:
         """An image, the images in a folder, or the rows of a CSV or Parquet file."""
-        from pandas import DataFrame
-
         if path.is_dir() or path.suffix.lower() in _SUFFIXES:
             return DataFrame({self._input: [*map(str, _images_in(path) if path.is_dir() else [path])]})
         return super().read_inputs(path)
 
-    def encode(self, inputs: "DataFrame") -> Tensor:
+    def encode(self, inputs: DataFrame) -> Tensor:
         """x [N, …] of a column that holds images (a file's path or content) or lists of numbers."""
         check_columns("data", inputs, {self._input: "data.module.input"})
         values = [*inputs[self._input]]

@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from pandas import NA, ArrowDtype, DataFrame, Series, StringDtype, read_csv
+from pandas.io.common import get_handle
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import scores_of
-
-if TYPE_CHECKING:  # slow to import
-    from pandas import DataFrame, Series
 
 _BATCH = 1000  # inputs that a model predicts for at once
 _DELIMITERS = ",;\t|"
@@ -64,16 +63,16 @@ class RawData(InMemory):
 
     _text: str | None = None  # the column of documents in a text file
 
-    def read_inputs(self, path: Path) -> "DataFrame":
+    def read_inputs(self, path: Path) -> DataFrame:
         """New inputs in a file, one per row; by default a table."""
         return rows_of("data", str(path), self._text)
 
     @abstractmethod
-    def encode(self, inputs: "DataFrame") -> Any:
+    def encode(self, inputs: DataFrame) -> Any:
         """The model's input: x [N, …]."""
 
     @abstractmethod
-    def example(self) -> "DataFrame":
+    def example(self) -> DataFrame:
         """Two inputs of the test set, which is public."""
 
     def outputs(self, model: nn.Module, x: Any) -> Tensor:
@@ -87,10 +86,8 @@ class RawData(InMemory):
         """Predicted numbers [N] in their own unit, from the outputs [N] of a model that is no classifier."""
         return outputs
 
-    def predictions(self, model: nn.Module, inputs: "DataFrame") -> "DataFrame":
+    def predictions(self, model: nn.Module, inputs: DataFrame) -> DataFrame:
         """A column `prediction`, and for classifiers the probability p_NAME of each class; one row per input."""
-        from pandas import DataFrame
-
         with torch.no_grad():
             outputs = self.outputs(model, self.encode(inputs)).float()
         if self.class_names is None:
@@ -101,7 +98,7 @@ class RawData(InMemory):
         return DataFrame({"prediction": best} | columns, index=inputs.index)
 
 
-def rows_of(key: str, path: str, text: str | None = None) -> "DataFrame":
+def rows_of(key: str, path: str, text: str | None = None) -> DataFrame:
     """The rows of a file in UTF-8: of Parquet, of lines of JSON (.jsonl or .json), or of CSV, in which every
     value is a text.
 
@@ -112,8 +109,6 @@ def rows_of(key: str, path: str, text: str | None = None) -> "DataFrame":
     Raises:
         ConfigError: the file cannot be read so.
     """
-    from pandas import DataFrame
-
     file = Path(os.path.expanduser(path))
     kinds = {suffix.lower() for suffix in file.suffixes}
     try:
@@ -136,8 +131,7 @@ def rows_of(key: str, path: str, text: str | None = None) -> "DataFrame":
         raise ConfigError(f"{key}={path} cannot be read: {reason}.") from error
 
 
-def _parquet(where: str, file: Path) -> "DataFrame":
-    from pandas import DataFrame
+def _parquet(where: str, file: Path) -> DataFrame:
     from pyarrow import parquet
 
     found = parquet.ParquetFile(file).read()
@@ -145,9 +139,7 @@ def _parquet(where: str, file: Path) -> "DataFrame":
     return DataFrame(dict(zip(found.column_names, map(_series, found.columns), strict=True)))
 
 
-def _csv(where: str, file: Path) -> "DataFrame":
-    from pandas import read_csv
-
+def _csv(where: str, file: Path) -> DataFrame:
     form: Any = {"dtype": str, "keep_default_na": False, "skipinitialspace": True, "sep": delimiter_of(file)}
     rows = read_csv(file, header=None, **form)
     names = rows.iloc[0].tolist()  # beyond which no row may reach
@@ -171,19 +163,17 @@ def delimiter_of(file: Path) -> str:
 
 def opened(file: Path) -> Any:
     """A file, which may be compressed, for reading bytes."""
-    from pandas.io.common import get_handle
-
     return get_handle(file, "rb", is_text=False, compression="infer")
 
 
-def check_columns(where: str, rows: "DataFrame", named: Mapping[str, str]) -> None:
+def check_columns(where: str, rows: DataFrame, named: Mapping[str, str]) -> None:
     """Refuses rows that lack a column; `named`: column -> the option that names it."""
     for name, option in named.items():
         if name not in rows:
             raise ConfigError(f"{where} has no column {name}, which {option} names.")
 
 
-def in_part(where: str, rows: "DataFrame", part: Mapping[str, Any] | None) -> "DataFrame":
+def in_part(where: str, rows: DataFrame, part: Mapping[str, Any] | None) -> DataFrame:
     """The rows whose hash of a column is in a range; `part` is {column, low, high}, None: all rows."""
     if part is None:
         return rows
@@ -203,9 +193,8 @@ def _check_names(where: str, names: Sequence[str]) -> None:
             raise ConfigError(f"{where}: each column must have a name of its own, and {said}.")
 
 
-def _series(column: Any) -> "Series":
+def _series(column: Any) -> Series:
     """A column of a Parquet file; where its type is not one of numbers, each value is decoded by itself."""
-    from pandas import ArrowDtype, Series
     from pyarrow import types
 
     if types.is_integer(column.type) or types.is_floating(column.type):
@@ -217,10 +206,8 @@ def _series(column: Any) -> "Series":
     return Series(values, dtype=object)
 
 
-def texts_of(values: "Series") -> "Series":
+def texts_of(values: Series) -> Series:
     """`text_of` each value."""
-    from pandas import StringDtype
-
     if not isinstance(values.dtype, StringDtype):
         return values.astype(object).map(text_of).astype(str)
     texts = values.fillna("").astype(str).str.strip()
@@ -231,8 +218,6 @@ def texts_of(values: "Series") -> "Series":
 def text_of(value: Any) -> str:
     """A value as a text without blanks around it; "" if it is missing. A whole number as Python writes floats, such as
     1.0 or 1e+16, becomes its digits, since other rows may have made its column one of floats: 1.0 and "1" are one."""
-    from pandas import NA
-
     if value is None or value is NA or value != value:
         return ""
     text = str(value).encode("utf-8", "replace").decode().strip()  # half of a surrogate pair is no text

@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from datetime import date, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from pandas import DataFrame, Index, Series, factorize, to_numeric
+from pandas.api.types import is_float_dtype, is_integer_dtype
+from pandas.util import hash_pandas_object
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
 from dpexp.training.data.raw import RawData, check_columns, in_part, rows_of, text_of, texts_of
-
-if TYPE_CHECKING:  # slow to import
-    from pandas import DataFrame, Series
 
 # Kinds of columns, with the facts that each needs, and those that it may have:
 KINDS = {"number": ("min", "max"), "category": ("values",), "date": ("min", "max"), "ignored": ()}
@@ -84,21 +84,21 @@ class Table(RawData):
     def test(self) -> TensorDataset:
         return self._data_set(*self._test_rows)
 
-    def example(self) -> "DataFrame":
+    def example(self) -> DataFrame:
         return self._split(*self._test_rows)[[*self._columns]].head(2)
 
-    def encode(self, inputs: "DataFrame") -> Tensor:
+    def encode(self, inputs: DataFrame) -> Tensor:
         """x [N, features]."""
         check_columns("data", inputs, self._used)
         parts = self._parts(inputs)
         self._report("data", inputs, parts)
         return torch.from_numpy(np.concatenate([*parts.values()], 1))
 
-    def _parts(self, rows: "DataFrame") -> dict[str, np.ndarray]:
+    def _parts(self, rows: DataFrame) -> dict[str, np.ndarray]:
         """The features [N, …] of each column."""
         return {name: _encoded(rows[name], self._columns[name]) for name in self._used}
 
-    def _report(self, where: str, rows: "DataFrame", parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
+    def _report(self, where: str, rows: DataFrame, parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
         """Warns of values of public rows that are neither known nor missing. `refuse`: refuses columns without any."""
         said = []
         for name, part in parts.items():
@@ -118,8 +118,6 @@ class Table(RawData):
         return low + (outputs + 1) / 2 * (high - low)
 
     def _data_set(self, key: str, path: str, in_test: bool | None) -> TensorDataset:
-        from pandas import factorize
-
         rows, where = self._split(key, path, in_test), f"{key}={path}"
         named = {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
         check_columns(where, rows, self._used | named)
@@ -138,24 +136,20 @@ class Table(RawData):
             data.user_of = torch.from_numpy(factorize(people[known])[0])  # type: ignore[attr-defined]
         return data
 
-    def _split(self, key: str, path: str, in_test: bool | None) -> "DataFrame":
+    def _split(self, key: str, path: str, in_test: bool | None) -> DataFrame:
         """The rows of a file; only those in the test set, or those of the part that are not in it."""
         rows = in_part(f"{key}={path}", rows_of(key, path), self._part if in_test is False else None)
         if self._test_hash is None or in_test is None:
             return rows
-        from pandas.util import hash_pandas_object
-
         column = self._test_hash["column"]
         check_columns(f"{key}={path}", rows, {column: "data.test_hash.column"})
         hashed = hash_pandas_object(texts_of(rows[column]).astype(object), index=False).to_numpy()
         return rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
 
 
-def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
+def _encoded(values: Series, facts: Mapping[str, Any]) -> np.ndarray:
     """float32 [N, …]: a scaled number, whether it is missing, and a date's month and weekday; or indicators of a
     category's values."""
-    from pandas import Index
-
     if facts["kind"] == "category":
         codes = Index(facts["values"]).get_indexer(Index(texts_of(values)))
         return (codes[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
@@ -183,11 +177,8 @@ def _wanted(facts: Mapping[str, Any]) -> str:
     return f"one of {', '.join(facts['values'])}" if facts["kind"] == "category" else f"a {facts['kind']}"
 
 
-def numbers_of(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
+def numbers_of(values: Series, facts: Mapping[str, Any]) -> np.ndarray:
     """float64 [N]: numbers, or days since 1970, each read by itself as the column's facts say; NaN for what is none."""
-    from pandas import to_numeric
-    from pandas.api.types import is_float_dtype, is_integer_dtype
-
     if facts["kind"] == "date":
         return values.astype(object).map(lambda value: _days(value, facts.get("format"))).to_numpy(np.float64)
     if not (is_integer_dtype(values.dtype) or is_float_dtype(values.dtype)):
