@@ -131,7 +131,7 @@ COUNTED = {"sample_size": {"budget_share": 0.1}, "loss": {"clip_norm": 0.6, "bud
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("given", [None, 7.0])
+@pytest.mark.parametrize("given", [None, 0.0, 7.0])
 def test_the_size_of_a_sample_is_counted_whatever_the_step_gives(name, given, tmp_path, recwarn):
     """A record counts 1 = S, and one without a loss 0; what is shown is the size."""
     model, batch = MODELS[name]().double(), data()
