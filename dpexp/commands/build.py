@@ -93,7 +93,7 @@ def _by_group(cfg: DictConfig, section: str) -> Any:
             loaded: Any = OmegaConf.load(CONF / section / f"{option}.yaml")
             option = loaded.get(section, loaded)  # within it, if the file is for the package _global_
         own[section] = option
-        made[group] = make(f"{section}.by_group.{group}", own[section]) if option else None
+        made[str(group)] = make(f"{section}.by_group.{group}", own[section]) if option else None
     return made
 
 

@@ -1,6 +1,7 @@
 """Checks of a configuration that need no torch, whose import takes seconds."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ def _check_objects(cfg: DictConfig) -> None:
                 f"'{key}={{_target_: package.Name}}' with its arguments."
             )
 
-    if cfg.alpha and str(cfg.mechanism.get("_target_")).endswith(".Separate"):
+    if cfg.alpha and not re.search("joint|alpha", str(cfg.mechanism).lower()):
         raise ConfigError("alpha gives the scales of joint clipping; choose mechanism=joint too, or leave alpha out.")
 
 

@@ -309,6 +309,7 @@ EARLY = {
     "mechanism=by_group mechanism.by_group={conv:join}": "mechanism.by_group.conv=join must be one of joint, separate",
     "mechanism=by_group mechanism.by_group=joint": "mechanism.by_group=joint must be {group: option}",
     "mechanism=by_group": "mechanism.by_group must be given",
+    "alpha=adaptive mechanism=by_group mechanism.by_group={conv:separate}": "alpha gives the scales of joint clipping",
     "alpha=adaptive": "alpha gives the scales of joint clipping; choose mechanism=joint too",
     "mechanism=joint clip_norm.total=2": "clip_norm.total: no clip_norm is chosen; add clip_norm=OPTION",
     "register=mine tracking=none": "register=mine needs MLflow's registry",

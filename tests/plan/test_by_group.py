@@ -88,6 +88,9 @@ def test_one_option_for_all_groups_is_that_option_for_each(mechanism, clip_norm)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"mechanism": {"first": Separate(), "last": "joint"}}, "mechanism=joint of the group last is none; give"),
+        ({"clip_norm": {"first": None, "last": 0.5}}, "clip_norm=0.5 of the group last is none; give"),
+        ({"mechanism": {1: Joint()}}, "mechanism names the groups 1; the model has first, last"),
         ({"mechanism": {"first": Joint()}}, "mechanism names the groups first; the model has first, last"),
         ({"clip_rule": {"first": Abadi(), "other": Abadi()}}, "clip_rule names the groups first, other"),
         ({"clip_rule": {"first": Abadi(), "last": 2}}, "clip_rule=2 is no clip rule"),

@@ -105,7 +105,7 @@ def distinct(options: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
 
 def check_names(key: str, value: Any, groups: Iterable[str]) -> None:
     """Raises ConfigError unless the value is a mapping from the names of the groups."""
-    names = ", ".join(dict.fromkeys(groups))
+    names = ", ".join(map(str, dict.fromkeys(groups)))
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}={value} must be {{group: number}} for the model's groups: {names}.")
     if set(value) != set(groups):
@@ -176,6 +176,12 @@ def clip(
     groups: Mapping[str, Sequence[Vector]], mechanisms: Mapping[str, Mechanism], clip_norms: Mapping[str, Any]
 ) -> dict[str, GroupClipping]:
     """The clipping of each group by its own mechanism and clipping norm, a `ClipNorm` or None."""
+    for key, options in (("mechanism", mechanisms), ("clip_norm", clip_norms)):
+        for group, option in options.items():
+            if not callable(option) and (option is not None or key == "mechanism"):
+                raise ConfigError(
+                    f"{key}={option} of the group {group} is none; give an object as Joint() or FixedClipNorm(1)."
+                )
     S: dict[str, float | None] = dict.fromkeys(groups)
     for clip_norm, names in distinct(clip_norms):
         if clip_norm is not None:
