@@ -201,7 +201,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     budgets = sorted({cost.budget for cost in costs if cost.budget is not None}, key=astuple)
     kept = budgets[0] if budgets else None
     if cfg.budget is not None:
-        kept = budget(OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget)
+        kept = budget(cfg.budget)
     elif len(budgets) > 1:
         raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
     given = kept.delta if cfg.delta is None and kept else cfg.delta
@@ -216,7 +216,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         if cost.not_private_reason:
             reason = escape(cost.not_private_reason)
             console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
-    known = [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
+    known = [cost.ledger for cost in costs if cost.ledger]
     unknown = sum(cost.ledger is None or cost.not_private_reason is not None for cost in costs)
     composed = max(epsilon(one, at, cfg.accountant) for one in _together(known)) if known else 0.0
     _say_parts(known)
@@ -251,7 +251,7 @@ def earlier_on_data(cfg: DictConfig) -> list[Ledger]:
         costs = run_costs.distinct_runs(run_costs.costs_in(cfg.tracking.uri, cfg.data.id))
     except ConfigError:  # there is no store yet; one that cannot be read is refused when the job's run starts
         return []
-    return [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
+    return [cost.ledger for cost in costs if cost.ledger]
 
 
 def with_earlier(earlier: Sequence[Ledger], own: Ledger, delta: float) -> str:
