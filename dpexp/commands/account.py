@@ -16,12 +16,11 @@ from dpexp.accounting.coverage import check_delta, coverage
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon, sharing
 from dpexp.accounting.releases import applicable_accountants
-from dpexp.accounting.risk import risk
+from dpexp.accounting.risk import in_words, risk
 from dpexp.accounting.rounding import up
 from dpexp.commands.command_line import is_option, read_options
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
-from dpexp.reporting.wording import in_words
 
 if TYPE_CHECKING:  # their modules import MLflow, which takes seconds
     from pandas import DataFrame

@@ -19,6 +19,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
+from dpexp.accounting.risk import in_words
 from dpexp.accounting.rounding import down, up
 from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
@@ -26,7 +27,6 @@ from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import MetricEstimates
-from dpexp.reporting.wording import in_words
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
