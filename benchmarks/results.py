@@ -19,8 +19,8 @@ import mlflow
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
+from dpexp.accounting.rounding import up
 from dpexp.config import tracking_uri
-from dpexp.reporting.wording import up
 from dpexp.tracking.read import trials
 
 PAGE = Path("docs/results.md")

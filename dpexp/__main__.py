@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.markup import escape
 from yaml import YAMLError
 
 from dpexp import config
@@ -122,13 +123,13 @@ def job(cfg: DictConfig) -> float | None:
             if isinstance(error, ConfigError | RecordError):
                 sys.exit(f"dpexp: {error}")
             raise
-        from dpexp.reporting.terminal import print_failed_trial
+        from dpexp.reporting.terminal import print_line
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
         if label := trial_label(cfg):
             words = " ".join(f"{type(error).__name__}: {error}".split())
-            print_failed_trial(label, words.removeprefix("ConfigError: "))
+            print_line(label, f"[bold red]FAILED[/]: {escape(words.removeprefix('ConfigError: '))}")
         raise
 
 

@@ -63,6 +63,19 @@ class Risk:
         return {name: value for name, value in zip(FIGURES, values, strict=True) if math.isfinite(value)}
 
 
+def in_words(found: Mapping[str, float], unit: str = "record") -> str:
+    """The limits of membership tests, in one line.
+
+    Args:
+        found: as `Risk.figures` returns it.
+        unit: the privacy unit.
+    """
+    rates = " and ".join(f"{up(100 * found[tpr_at(fpr)], 3)} % at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
+    limit = f"TPR - FPR above {up(found['advantage'], 4)}, or finds more members than {rates}"
+    gaussian = f"; Gaussian DP with μ = {up(found['mu'], 4)}, up to a probability of {TAIL:g}" if "mu" in found else ""
+    return f"no test for one {unit} has {limit}{gaussian}"
+
+
 def risk(ledger: Ledger, accountant: str = "pld") -> Risk:
     """The risk of a ledger by an accountant.
 

@@ -16,17 +16,16 @@ from dpexp.accounting.coverage import check_delta, coverage
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon, sharing
 from dpexp.accounting.releases import applicable_accountants
-from dpexp.accounting.risk import risk
+from dpexp.accounting.risk import in_words, risk
 from dpexp.accounting.rounding import up
 from dpexp.commands.command_line import is_option, read_options
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
-from dpexp.reporting.wording import in_words
 
 if TYPE_CHECKING:  # their modules import MLflow, which takes seconds
     from pandas import DataFrame
 
-    from dpexp.tracking.sweep_run import TrialLedgers
+    from dpexp.tracking.sweep_run import SweepRun
 
 console = Console(soft_wrap=True)
 
@@ -201,7 +200,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     budgets = sorted({cost.budget for cost in costs if cost.budget is not None}, key=astuple)
     kept = budgets[0] if budgets else None
     if cfg.budget is not None:
-        kept = budget(OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget)
+        kept = budget(cfg.budget)
     elif len(budgets) > 1:
         raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
     given = kept.delta if cfg.delta is None and kept else cfg.delta
@@ -216,7 +215,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         if cost.not_private_reason:
             reason = escape(cost.not_private_reason)
             console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
-    known = [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
+    known = [cost.ledger for cost in costs if cost.ledger]
     unknown = sum(cost.ledger is None or cost.not_private_reason is not None for cost in costs)
     composed = max(epsilon(one, at, cfg.accountant) for one in _together(known)) if known else 0.0
     _say_parts(known)
@@ -251,7 +250,7 @@ def earlier_on_data(cfg: DictConfig) -> list[Ledger]:
         costs = run_costs.distinct_runs(run_costs.costs_in(cfg.tracking.uri, cfg.data.id))
     except ConfigError:  # there is no store yet; one that cannot be read is refused when the job's run starts
         return []
-    return [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
+    return [cost.ledger for cost in costs if cost.ledger]
 
 
 def with_earlier(earlier: Sequence[Ledger], own: Ledger, delta: float) -> str:
@@ -303,30 +302,25 @@ def _print_budget(kept: Budget, costs: Sequence[Any], data_id: str) -> dict[str,
 # Choosing among the trials of a sweep
 
 
-def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+def cost_of_choice(frame: "DataFrame", sweep: "SweepRun") -> tuple[dict[str, float], str]:
     """ε of choosing among a sweep's trials: of one trial, of all composed, and of private selection if it drew them.
 
     Args:
         frame: one row per trial.
-        spent: the ledgers of all runs that the sweep has ever started.
-        facts: of the sweep: `selects`, the sweeper's mean and shape or None; its `draws`; and `worst_case_rdp`, the
-            largest Rényi DP of the grid's members at each order.
+        sweep: its parent run. Its facts: `selects`, the sweeper's mean and shape or None; its `draws`; and
+            `worst_case_rdp`, the largest Rényi DP of the grid's members at each order.
 
     Returns:
         ε by type of claim, and a sentence that says which of them hold.
     """
-    if spent.not_private:
-        return {}, f"Nothing may be claimed: {', '.join(spent.not_private)} show more than their (ε, δ) covers."
-    if spent.missing:
-        return {}, f"Nothing may be claimed: the ledgers of {', '.join(spent.missing)} are missing."
-    every = spent.ledgers
-    if not every:
-        return {}, "No private trial has trained, so nothing has been spent."
-    private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
     try:
+        every = sweep.ledgers()
+        if not every:
+            return {}, "No private trial has trained, so nothing has been spent."
         together = concatenate([*every.values()])
     except ConfigError as error:
         return {}, f"Nothing may be claimed: {error}"
+    private, facts = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()], sweep.facts
     at = float(frame["delta"].max())
     costs, sentences = {"delta": at}, []
     if len(private):
@@ -354,11 +348,9 @@ def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str
 def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str:
     """Adds the ε of private selection to `costs` if it may be claimed; returns a sentence that says so, or why not."""
     try:
-        reason = _unclaimable(finished, begun, facts)
+        _check_selection(finished, begun, facts)
     except ConfigError as error:
-        reason = str(error)
-    if reason is not None:
-        return f"private selection cannot be claimed, because {reason}"
+        return f"private selection cannot be claimed, because {error}"
     mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
     costs["private_selection_epsilon"] = selection_epsilon(
         np.array(facts["worst_case_rdp"]), costs["delta"], mean, shape
@@ -369,14 +361,13 @@ def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, fact
     )
 
 
-def _unclaimable(finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str | None:
-    """Why the ε of private selection may not be claimed; None if it may."""
+def _check_selection(finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError: why the ε of private selection may not be claimed."""
     if facts.get("worst_case_rdp") is None:
-        return "its ε was not fixed before the trials were drawn"
+        raise ConfigError("its ε was not fixed before the trials were drawn")
     if len(finished) != len(facts.get("draws") or []):
-        return "the trials are not those that were drawn"
+        raise ConfigError("the trials are not those that were drawn")
     if begun > len(finished):
-        return "some trials were started more than once"
+        raise ConfigError("some trials were started more than once")
     if any((run_rdp(ledger) > np.array(facts["worst_case_rdp"]) * (1 + 1e-9)).any() for ledger in finished):
-        return "a trial cost more than the planned worst case of the grid"
-    return None
+        raise ConfigError("a trial cost more than the planned worst case of the grid")

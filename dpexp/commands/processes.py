@@ -25,7 +25,7 @@ from torch import distributed, multiprocessing
 
 from dpexp import config
 from dpexp.errors import ConfigError
-from dpexp.privacy.distributed import LOST, OTHERS, REASONS
+from dpexp.privacy.distributed import OTHERS, REASONS
 
 _MAX_MESSAGE = 10_000  # characters: a longer one would block the queue until it is read
 _SECONDS = 5.0  # that processes have to end by themselves after one of them has ended
@@ -209,17 +209,6 @@ def connected(cfg: DictConfig, count: int) -> Iterator[None]:
     finally:
         with suppress(RuntimeError):
             distributed.destroy_process_group()
-
-
-def broadcast(value: Any = None) -> Any:
-    """The value that process 0 gives, in all processes."""
-    box = [value]
-    if distributed.is_available() and distributed.is_initialized():
-        try:
-            distributed.broadcast_object_list(box, 0, device=torch.device("cpu"))
-        except RuntimeError as error:
-            raise ConfigError(LOST) from error
-    return box[0]
 
 
 def use_threads(cfg: DictConfig) -> None:

@@ -30,7 +30,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
-from dpexp.reporting.terminal import console, print_metrics, print_tested
+from dpexp.reporting.terminal import console, measured, print_tested
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.raw import RawData, delimiter_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_weights
@@ -168,7 +168,8 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
         raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
     metrics = {name: value for part in found for name, value in part.items()}
     print_tested(metrics, getattr(data, "class_names", None))
-    print_metrics(metrics)
+    for name, value in metrics.items():
+        console.print(f"{name}: {measured(name, value)}")
     return metrics
 
 

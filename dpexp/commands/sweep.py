@@ -189,7 +189,7 @@ class Sweep:
             self.parent.discard()
             return
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
-        costs, sentence = cost_of_choice(frame, self.parent.ledgers(), self.parent.facts)
+        costs, sentence = cost_of_choice(frame, self.parent)
         # Private selection is accounted for one winner, of all trials.
         apart = () if self.parent.facts.get("selects") else ("data", "cost")
         tops = {} if frame.empty else best_of_trials(frame, apart)

@@ -25,6 +25,7 @@ from dpexp.commands.trainer import callback_for, explained, trainer_for
 from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import check, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
+from dpexp.privacy.distributed import Processes
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
@@ -64,7 +65,7 @@ def run(cfg: DictConfig) -> float | None:
 def _run_worker(cfg: DictConfig) -> None:
     """Trains with process 0, which reports everything."""
     warnings.simplefilter("ignore")
-    received = processes.broadcast()
+    received = Processes.of_torch().broadcast_object()
     if received is None:
         return
     output, cfg.checkpoint.resume = received
@@ -80,7 +81,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         results = map(finished_result, output.parent.glob("*/"))
         finished = next((one for one in results if one and one[CONFIGURATION] == configuration), None)
         if finished is not None:
-            processes.broadcast()
+            Processes.of_torch().broadcast_object()
             terminal.print_line(trial or str(output), "finished before")
             return objective(cfg, finished)
         output = _unused(output)
@@ -89,7 +90,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     if cfg.check:
         _check(cfg)
         return None
-    processes.broadcast((output, cfg.checkpoint.resume))
+    Processes.of_torch().broadcast_object((output, cfg.checkpoint.resume))
     job = _make_job(cfg, output)
     output.mkdir(parents=True, exist_ok=True)
     if cfg.checkpoint.resume:

@@ -270,7 +270,7 @@ def _check_budget(cfg: DictConfig) -> None:
         return
     from dpexp.accounting.multiple_runs import budget, check_rdp_covered
 
-    budget(OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
+    budget(node)
     if cfg.data.id is None:
         raise ConfigError("privacy.budget needs data.id, the name of the data set for which it is kept.")
     if cfg.tracking.uri is None or cfg.debug:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -57,6 +57,12 @@ class Processes:
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "Processes":
         return cls(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+
+    @classmethod
+    def of_torch(cls, device: torch.device | None = None) -> "Processes":
+        """Those of torch.distributed; a single one if it is not initialized."""
+        is_used = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(), dist.get_world_size(), device) if is_used else cls()
 
     def refuse_several_processes(self, why: str) -> None:
         """Refuses several processes."""
@@ -138,6 +144,11 @@ class Processes:
             with _lost():
                 dist.broadcast(own, 0)
             tensor.copy_(own)
+
+    def broadcast_state(self, module: nn.Module) -> None:
+        """Copies the main process's weights and buffers to all others."""
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.broadcast({name: tensor.detach() for name, tensor in state.items()})
 
 
 @contextmanager
@@ -231,12 +242,7 @@ def disable_gradient_averaging(trainer: pl.Trainer, module: pl.LightningModule) 
             "leave it out."
         )
 
-    def configure() -> None:
-        processes = Processes.of(trainer)
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        processes.broadcast({name: tensor.detach() for name, tensor in state.items()})
-
-    strategy.configure_ddp = configure  # type: ignore[method-assign]
+    strategy.configure_ddp = lambda: Processes.of(trainer).broadcast_state(module)  # type: ignore[method-assign]
 
 
 def restore_strategy(trainer: pl.Trainer) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dpexp.accounting.accountants import epsilon
@@ -82,7 +82,9 @@ class Private(PrivateTraining):
         resumed_from = "given" if self._position is not None else None
         self.model.train()
         try:
-            self._begin(self.model, loader, self._processes_of_torch(), resumed_from, self._check)
+            processes = Processes.of_torch(device_of(self.model))
+            processes.broadcast_state(self.model)
+            self._begin(self.model, loader, processes, resumed_from, self._check)
             self._preprocess()
             while self.rounds_done < self.plan.rounds:
                 assert self._rounds
@@ -129,11 +131,3 @@ class Private(PrivateTraining):
 
     def _check(self) -> None:
         refusals.refuse_optimizer(self.optimizer, self.model)
-
-    def _processes_of_torch(self) -> Processes:
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return Processes()
-        processes = Processes(distributed.get_rank(), distributed.get_world_size(), device_of(self.model))
-        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        processes.broadcast({name: tensor.detach() for name, tensor in state.items()})
-        return processes

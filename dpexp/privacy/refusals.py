@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,9 +19,7 @@ from dpexp._torch_compat import (
 )
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.groups import parameters
-
-if TYPE_CHECKING:
-    from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.plan.plan import PrivacyPlan
 
 NO_POSITION = (
     "the checkpoint {checkpoint} was saved without a PrivacyCallback, so ledger={ledger} may be another run's; begin a "
@@ -117,7 +114,7 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         )
 
 
-def rounds_to_train(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
+def rounds_to_train(trainer: pl.Trainer, plan: PrivacyPlan) -> int:
     """The number of rounds that the Trainer will train. Refuses max_epochs below the plan's rounds."""
     rounds, epochs = plan.rounds, math.ceil(plan.rounds / plan.sampling.rounds_per_epoch - 1e-9)
     if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -170,7 +167,7 @@ def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set
 _OURS = ("pytorch_lightning.", "lightning.", "dpexp.")
 
 
-def refuse_other_sizes(module: nn.Module, plan: "PrivacyPlan") -> None:
+def refuse_other_sizes(module: nn.Module, plan: PrivacyPlan) -> None:
     """Refuses a module whose parameters have the plan's names but other sizes."""
     sizes = {name: parameter.numel() for name, parameter in parameters(module).items()}
     for vector in (vector for group in plan.groups for vector in group.vectors if not vector.is_value):

@@ -1,15 +1,15 @@
 """The model card: accuracy, privacy guarantee and use of a trained model, in Markdown."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
 from typing import Any
 
+from dpexp.accounting.risk import in_words
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.terminal import RECALL, before_training, measured, neighbours
-from dpexp.reporting.wording import in_words
+from dpexp.reporting.terminal import RECALL, before_training, measured, neighbours, range_of
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
@@ -69,7 +69,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines.append("")
     lines += [f"In words: {in_words(result['risk'], str(plan.privacy_unit))}.", ""]
     stages = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
-    q = _range((event.q for event in replace(plan, rounds=max(1, result["rounds"])).sampling_events()), 5)
+    q = range_of((event.q for event in replace(plan, rounds=max(1, result["rounds"])).sampling_events()), 5)
     coefficients = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
     correlated = f"noise correlated over b = {len(plan.bands)} rounds, c = ({coefficients}), " if plan.bands[1:] else ""
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
@@ -78,13 +78,13 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         f"{plan.privacy_unit.plural}; "
         + correlated
         + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
-        + f"noise multiplier z = {_range(now.noise_multiplier for now in stages)}"
+        + f"noise multiplier z = {range_of((now.noise_multiplier for now in stages), 4)}"
         f"{schedule}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
     ]  # fmt: skip
     for group in plan.groups:
         same = [one for now in stages for one in now.groups if one.name == group.name] or [group]
-        S, sigma = _range(one.S for one in same), _range(one.sigma for one in same)
+        S, sigma = (range_of((getattr(one, name) for one in same), 4) for name in ("S", "sigma"))
         lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
     for event in plan.preprocessing:
         lines += ["", f"Before the first round: {before_training(event, plan, result['delta'])}."]
@@ -99,10 +99,3 @@ def _named(name: str, result: Mapping[str, Any]) -> str:
     """A metric's name; of a recall, with the name of its class."""
     classes, k = result.get("class_names"), name.removeprefix(RECALL)
     return f"{name} ({classes[int(k)]})" if classes and k.isdecimal() else name
-
-
-def _range(values: Iterable[float], digits: int = 4) -> str:
-    """The range of what a schedule may vary."""
-    ordered = sorted(values)
-    low, high = (f"{value:.{digits}g}" for value in (ordered[0], ordered[-1]))
-    return low if low == high else f"{low} – {high}"

@@ -19,6 +19,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
+from dpexp.accounting.risk import in_words
 from dpexp.accounting.rounding import down, up
 from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
@@ -26,7 +27,6 @@ from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import MetricEstimates
-from dpexp.reporting.wording import in_words
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
@@ -138,17 +138,19 @@ def plan_table(plan: PrivacyPlan) -> Table:
             group.name + (f", every {group.every_n_rounds} rounds" if group.every_n_rounds > 1 else ""),
             str(len(group.vectors)),
             f"{group.d:,}",
-            *[_range(group.alphas)] * scaled,
+            *[range_of(group.alphas, 3)] * scaled,
             f"{group.S:.4g}",
             f"{group.sigma:.4g}",
             f"{group.share:.3f}",
-            _range(noises),
+            range_of(noises, 3),
         )
     return table
 
 
-def _range(numbers: Sequence[float]) -> str:
-    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+def range_of(numbers: Iterable[float], digits: int) -> str:
+    """The smallest and the largest number, or the one that they are to so many digits."""
+    ordered = sorted(numbers)
+    low, high = (f"{number:.{digits}g}" for number in (ordered[0], ordered[-1]))
     return low if low == high else f"{low} – {high}"
 
 
@@ -249,11 +251,6 @@ def print_trial(place: str, result: dict[str, Any]) -> None:
         facts.append(f"{metrics['test_accuracy']:.1%}")
     facts.append(str(timedelta(seconds=round(result["seconds"]))))
     print_line(place, *facts)
-
-
-def print_failed_trial(place: str, error: str) -> None:
-    """Prints one line with a trial's error."""
-    print_line(place, f"[bold red]FAILED[/]: {escape(error)}")
 
 
 def print_line(place: str, *facts: str) -> None:
@@ -375,12 +372,6 @@ def print_audit(audit: Audit, claimed: float, delta: float) -> None:
 
 def _marked(value: str, refuted: bool) -> str:
     return f"[bold red]{value}[/]" if refuted else value
-
-
-def print_metrics(metrics: dict[str, float]) -> None:
-    """Prints metrics of the test set."""
-    for name, value in metrics.items():
-        console.print(f"{name}: {measured(name, value)}")
 
 
 def measured(name: str, value: float) -> str:

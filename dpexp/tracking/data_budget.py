@@ -26,7 +26,7 @@ from pathlib import Path
 from shlex import quote
 
 from mlflow import MlflowClient
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from dpexp.accounting.accountants import epsilon
@@ -45,16 +45,11 @@ console = Console()
 _PATIENCE = 600  # seconds for other jobs that hold the lock
 
 
-def _budget_of(cfg: DictConfig) -> Budget | None:
-    given = cfg.privacy.budget
-    return None if given is None else budget(OmegaConf.to_container(given, resolve=True))
-
-
 def data_tags(cfg: DictConfig) -> dict[str, str]:
     """Tags of a run on a named data set; none if the run only plans, which costs nothing."""
     if cfg.data.id is None or not cfg.train:
         return {}
-    kept = _budget_of(cfg)
+    kept = cfg.privacy.budget and budget(cfg.privacy.budget)
     return {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
 
 
@@ -68,7 +63,7 @@ def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output:
     if cfg.data.id is None:
         yield
         return
-    kept = _budget_of(cfg)
+    kept = cfg.privacy.budget and budget(cfg.privacy.budget)
     with locked(lock_of(cfg.tracking.uri, cfg.data.id), _PATIENCE):
         if plan is not None and kept is not None:
             _admit(cfg, client, kept, plan, output)
@@ -95,12 +90,12 @@ def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, ou
                 f"data.id={data_id}, which is {other.budget} (order {other.budget.order:g}); a budget holds only if it "
                 "was fixed before the first run was looked at, so give that one."
             )
-    released = [cost.ledger for cost in costs if cost.ledger is not None and cost.has_released]
+    released = [cost.ledger for cost in costs if cost.ledger]
     check_same([*released, plan], f"data.id={data_id}: runs", "composed")
     costs = [
         one
         for one in costs  # all but private runs on other records than the plan's
-        if one.ledger is None or not one.has_released or one.not_private_reason or len(sharing([one.ledger, plan])) == 1
+        if not one.ledger or one.not_private_reason or len(sharing([one.ledger, plan])) == 1
     ]
     used = budget_used(costs, kept, data_id)
     for run_cost in costs:
@@ -114,7 +109,7 @@ def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, ou
         if kept.holds(used.spent + cost):
             admitted = f"the Rényi filter over all rounds admits this job, whose plan takes {_percent(cost, kept)}; "
             admitted += f"before it, {used.description}."
-    elif not any(cost.has_released for cost in costs):
+    elif not any(cost.ledger for cost in costs):
         planned = epsilon(plan, kept.delta)
         worth = f"ε = {up(planned, 4)} by pld"
         if not _repeats_allowed(first, plan):
@@ -172,7 +167,7 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
                 f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {run.name} spent is "
                 f"unknown ({run.note}); bring back its ledger, or begin another data.id and say why."
             )
-    released = [(run, run.ledger) for run in costs if run.ledger is not None and run.has_released]
+    released = [(run, run.ledger) for run in costs if run.ledger]
     check_same([ledger for _, ledger in released], f"data.id={data_id}: runs", "composed")
     try:
         spent_by = [rho(ledger, kept.order) for _, ledger in released]

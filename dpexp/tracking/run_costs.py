@@ -43,7 +43,7 @@ class RunCost:
         delta: of its configuration.
         budget: the budget that it was held to, if any.
         not_private_reason: why its (ε, δ) does not cover what it shows, if so.
-        ledger: what it counts as; None: unknown.
+        ledger: what it counts as, with rounds if it has released anything, or may be about to; None: unknown.
         note: why that is not simply its ledger; "" if it is.
         ledger_missing: its ledger is lost, so that the cost is unknown, or at most that of `ledger`, its reservation.
     """
@@ -59,11 +59,6 @@ class RunCost:
     ledger: Ledger | None = None
     note: str = ""
     ledger_missing: bool = False
-
-    @property
-    def has_released(self) -> bool:
-        """Whether it has released anything, or may be about to."""
-        return self.ledger is not None and bool(self.ledger.rounds)
 
 
 def reserve(output: Path, ledger: Ledger) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,6 @@ from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, proven
 from dpexp.tracking.read import downloaded_run, search, trials
 
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
-
-
-@dataclass(frozen=True)
-class TrialLedgers:
-    """The ledgers of a sweep's trials.
-
-    Attributes:
-        ledgers: by run id; missing: names of runs whose ledger is lost; not_private: names of runs whose (ε, δ) does
-            not cover what they show.
-    """
-
-    ledgers: dict[str, Ledger]
-    missing: list[str]
-    not_private: list[str]
 
 
 class SweepRun:
@@ -84,10 +69,13 @@ class SweepRun:
         order = frame.assign(done=frame["status"] == "FINISHED").sort_values(["done", "start"])
         return order.drop_duplicates("trial", keep="last").drop(columns=["done"])
 
-    def ledgers(self) -> TrialLedgers:
-        """The ledgers of all private trials that ever began to train.
+    def ledgers(self) -> dict[str, Ledger]:
+        """The ledgers of all private trials that ever began to train, by run id.
 
         Trials that failed, were killed, repeated or deleted from the list count too.
+
+        Raises:
+            ConfigError: ledgers are lost, or a run's (ε, δ) does not cover what it shows.
         """
         ledgers, missing, not_private = {}, [], []
         children = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
@@ -106,7 +94,11 @@ class SweepRun:
                 continue
             if private != "yes":
                 not_private.append(name)
-        return TrialLedgers(ledgers, missing, not_private)
+        if not_private:
+            raise ConfigError(f"{', '.join(not_private)} show more than their (ε, δ) covers.")
+        if missing:
+            raise ConfigError(f"the ledgers of {', '.join(missing)} are missing.")
+        return ledgers
 
     def _ledger(self, run_id: str, output: Path) -> Ledger:
         if (output / "ledger.jsonl").exists():

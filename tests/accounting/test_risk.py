@@ -23,6 +23,7 @@ from dpexp.accounting.risk import (
     MaxTpr,
     advantage,
     gaussian_bound,
+    in_words,
     largest_advantage,
     largest_tpr,
     risk,
@@ -31,7 +32,6 @@ from dpexp.accounting.risk import (
 from dpexp.accounting.rounding import up
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.reporting.wording import in_words
 
 # riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =
 # from_gaussian_mechanism(z, sampling_prob=q, use_connect_dots=True, value_discretization_interval=h).self_compose(

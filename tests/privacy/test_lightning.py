@@ -15,9 +15,9 @@ from safetensors import safe_open
 
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
+from dpexp.accounting.rounding import up
 from dpexp.commands.trainer import OWN
 from dpexp.commands.validate import REFUSED
-from dpexp.reporting.wording import up
 from dpexp.training import callbacks
 
 QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6",

@@ -316,6 +316,7 @@ class Ledger:
     part: Part | None = None
 
     def __len__(self) -> int:
+        """The number of rounds; a ledger with none is false."""
         return sum(self.rounds.values())
 
     @property

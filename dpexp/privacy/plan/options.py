@@ -250,21 +250,17 @@ class Schedules:
     S: Any = None
 
     def __post_init__(self) -> None:
-        for name, spec in self._specs.items():
+        for name, spec in vars(self).items():
             segments(f"schedule.{name}", spec, len(spec) if isinstance(spec, list | tuple) else 1)
-
-    @property
-    def _specs(self) -> dict[str, Any]:
-        return {"z": self.z, "q": self.q, "S": self.S}
 
     def over(self, rounds: int) -> Schedule:
         """The schedule of so many rounds; raises ConfigError if a list does not have one number for each."""
-        return Schedule(**{name: segments(f"schedule.{name}", spec, rounds) for name, spec in self._specs.items()})
+        return Schedule(**{name: segments(f"schedule.{name}", spec, rounds) for name, spec in vars(self).items()})
 
     def check(self, sampling: Sampling, calibrate: str) -> None:
         """Raises ConfigError: the schedules do not go with the sampling policy, or with what is calibrated."""
         policy = policy_class(sampling.policy).name
-        given = [f"schedule.{name}={spec}" for name, spec in self._specs.items() if spec is not None]
+        given = [f"schedule.{name}={spec}" for name, spec in vars(self).items() if spec is not None]
         if given and policy == "cyclic_poisson":
             raise ConfigError(f"{given[0]} is not supported with sampling=cyclic_poisson; choose sampling=poisson.")
         varies = policy in ("poisson", "truncated_poisson")
@@ -273,7 +269,7 @@ class Schedules:
         if calibrate.startswith("sampling_rate") and self.q is not None:
             raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
         solves_rounds = calibrate == "steps" or (calibrate.startswith("sampling_rate") and sampling.steps is None)
-        if solves_rounds and any(isinstance(spec, list) for spec in self._specs.values()):
+        if solves_rounds and any(isinstance(spec, list) for spec in vars(self).values()):
             raise ConfigError(
                 f"calibrate={calibrate} cannot stretch a schedule that lists rounds; give linear or step."
             )
