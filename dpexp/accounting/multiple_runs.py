@@ -13,10 +13,10 @@ Poisson distribution (η = ∞). Each trial draws its configuration uniformly at
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -38,17 +38,19 @@ from dpexp.errors import ConfigError, positive
 def sharing(ledgers: Sequence[Ledger]) -> list[list[int]]:
     """The largest sets of ledgers, by index, that may have used one record. All together cost what the worst set does.
 
-    A record has one hash by each rule. The ranges that hold a hash all hold the largest of their lower ends. A replaced
-    record may change its hash, so that parts are disjoint only under `add_remove`.
+    A record has one hash by a rule. The ranges that hold it all hold the largest of their lower ends. Of several rules,
+    only the one of most ledgers counts: parts by others count as all records, and so do parts under other adjacencies
+    than `add_remove`, since a replaced record may change its hash.
 
     Raises:
         ConfigError: the ledgers have different adjacencies or privacy units.
     """
     check_same(ledgers, "ledgers", "composed")
     parts = [ledger.part if ledger.adjacency == "add_remove" else None for ledger in ledgers]
-    ends = {part.rule: [p.low for p in parts if p and p.rule == part.rule] for part in parts if part}
-    hashes = [dict(zip(ends, point, strict=True)) for point in product(*map(sorted, ends.values()))]
-    sets = [[k for k, p in enumerate(parts) if p is None or p.low <= of[p.rule] < p.high] for of in hashes]
+    common = Counter(part.rule for part in parts if part).most_common(1)
+    parts = [part if part and part.rule == common[0][0] else None for part in parts]
+    hashes = sorted({part.low for part in parts if part}) or [0.0]
+    sets = [[k for k, p in enumerate(parts) if p is None or p.low <= of < p.high] for of in hashes]
     return [one for k, one in enumerate(sets) if one not in sets[:k] and not any({*one} < {*more} for more in sets)]
 
 
