@@ -234,7 +234,7 @@ def part_of(part: Any, data_id: str | None) -> Part | None:
     """What `data.part` names of a data set; None: all of it."""
     if part is None:
         return None
-    if not isinstance(part, Mapping) or {*part} != {"column", "low", "high"}:
+    if not isinstance(part, Mapping) or {*part} != {"column", "low", "high"} or not isinstance(part["column"], str):
         raise ConfigError(f"data.part={part} must be {{column: NAME, low: 0, high: 0.5}}, a range of its hash.")
     return Part(f"sha256 of {part['column']!r} in data.id={data_id!r}", part["low"], part["high"])
 

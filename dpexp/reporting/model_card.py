@@ -79,7 +79,8 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         + correlated
         + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
         + f"noise multiplier z = {range_of((now.noise_multiplier for now in stages), 4)}"
-        f"{schedule}.", "",
+        f"{schedule}."
+        + (f" Only training records of {plan.part} were used." if plan.part else ""), "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
     ]  # fmt: skip
     for group in plan.groups:

@@ -115,6 +115,7 @@ def test_jobs_on_both_halves_cost_the_worse_one(table, job, capsys):
     assert all(round_.sampling.n == 120 for ledger in ledgers for round_ in ledger.rounds)  # half of 240
     printed = " ".join(capsys.readouterr().out.split())
     assert "Only training records of part [0.5, 1) by sha256 of 'name' in data.id='people' are used." in printed
+    assert "Only training records of part [0.5, 1) by sha256" in (outputs[1] / "card.md").read_text()
     (alone,) = account([str(outputs[1])]).values()
     uri = f"sqlite:///{table}/outputs/mlflow.db"
     assert account(["data.id=people", f"uri={uri}"])["composed"] == alone == account([*map(str, outputs)])["pld"]
@@ -141,6 +142,7 @@ def test_several_data_sets_are_said_to_add_up(table, job, capsys):
 REFUSED = [
     ([FIRST, "data.id=null"], "needs data.id, the name of the data set"),
     (["data.part=0.5"], "data.part=0.5 must be {column: NAME, low: 0, high: 0.5}"),
+    (["data.part={column: [name], low: 0, high: 0.5}"], "must be {column: NAME, low: 0, high: 0.5}"),
     (["data.part={column: name, low: 0}"], "must be {column: NAME, low: 0, high: 0.5}"),
     (["data.part={column: name, low: 0.5, high: 0.5}"], "low=0.5 and high=0.5 must be numbers, 0 <= low < high <= 1"),
     (["data.part={column: name, low: 0, high: x}"], "data.part: low=0 and high=x must be numbers"),
