@@ -65,7 +65,7 @@ def solve(
     precision: float = 1e-3,
 ) -> Calibration:
     """The value of a parameter whose cost is at most the target, and no more than `precision` (relative) below it,
-    but for jumps of the cost, as at each number of rounds.
+    but for jumps of the cost, as at each number of rounds; with these, it is one near `start`.
 
     It is the smallest such value of `noise_multiplier` and `sampling_rate`, and the largest of the others. At fixed
     σ_g, ε does not rise monotonically as q falls: if hardly any record is ever sampled, it falls again. The search for
