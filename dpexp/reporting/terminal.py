@@ -26,7 +26,7 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
-from dpexp.privacy.private_metrics import MetricEstimates
+from dpexp.privacy.private_metrics import SAMPLE_SIZE, MetricEstimates
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
@@ -127,13 +127,13 @@ def before_training(event: OneTimeQueryEvent | ParallelQueryEvent, plan: Privacy
 
 
 def plan_table(plan: PrivacyPlan) -> Table:
-    """One row per group; noise per coordinate of the released average: α_j σ̃_g/(qn), or more if it is correlated."""
+    """One row per group; noise per coordinate of what is released: of an average α_j σ̃_g/(qn), or more if it is
+    correlated; of the sample's size σ̃_g."""
     scaled = any(alpha != 1 for group in plan.groups for alpha in group.alphas)
     table = Table("group", "vectors", "d_g", *["α_j"] * scaled, "S_g", "σ̃_g", "share", "noise per coordinate")
     for group in plan.groups:
-        noises = [
-            alpha * max_noise_std(group.sigma, group.bands) / (plan.sampling.q * plan.n) for alpha in group.alphas
-        ]
+        divisor = 1 if group.name == SAMPLE_SIZE else plan.sampling.q * plan.n
+        noises = [alpha * max_noise_std(group.sigma, group.bands) / divisor for alpha in group.alphas]
         table.add_row(
             group.name + (f", every {group.every_n_rounds} rounds" if group.every_n_rounds > 1 else ""),
             str(len(group.vectors)),

@@ -20,6 +20,7 @@ from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.policies import Poisson
+from dpexp.reporting.terminal import plan_table
 
 B, Q, N = 7, 0.1, 100
 RELEASE = {
@@ -151,6 +152,7 @@ def test_the_size_of_a_sample_is_counted_whatever_the_step_gives(name, given, tm
     shown = estimates.add(plan, 1, {key: value / (Q * N) for key, value in sums.items()})
     assert shown["private/sample_size"] == pytest.approx(B, abs=1e-5)
     assert shown["private/sample_size_noise_std"] == pytest.approx(group.sigma)
+    assert f"{group.sigma:.3g}" in [*plan_table(plan).columns[-1].cells]
     assert shown["private/loss_noise_std"] == pytest.approx(0.6e-8 / math.sqrt(0.1) / (Q * N))
     fewer = tuple(part[1:] for part in batch)
     sums = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "fewer", fewer, loss_of)
