@@ -13,7 +13,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverage
 from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, part_of, refusal_of_resolver
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, exactly_one
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target
 from dpexp.privacy.sampling.policies import policy_class
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
@@ -254,6 +254,8 @@ def _check_privacy(cfg: DictConfig) -> None:
         return
     target = target_of(cfg)
     allocation = cfg.allocation._target_
+    if allocation == "dpexp.Explicit":
+        exactly_one("allocation", **{key: cfg.allocation.get(key) for key in ("sigma", "sigma_of_average")})
     if allocation.startswith("dpexp."):  # another allocation may fix the noise itself
         target.check(cfg.calibrate, allocation.endswith(".Explicit"))
     check_covered(policy.name, privacy.adjacency, target.accountant)
