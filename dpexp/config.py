@@ -204,7 +204,7 @@ _REPLACED = {  # by what is calibrated
 
 
 def replaced(cfg: Any) -> dict[str, Any]:
-    """The values given that calibration replaces, by key."""
+    """The configured values that calibration replaces, by key."""
     keys = _REPLACED.get(cfg.calibrate, ()) if cfg.privacy.enabled else ()
     return {key: value for key in keys if (value := OmegaConf.select(cfg, key)) is not None}
 
@@ -231,7 +231,7 @@ def _resolved(path: str | None) -> str | None:
 
 
 def part_of(part: Any, data_id: str | None) -> Part | None:
-    """What `data.part` names of a data set; None: all of it."""
+    """The part of the data set that `data.part` describes; None: all records."""
     if part is None:
         return None
     if not isinstance(part, Mapping) or {*part} != {"column", "low", "high"} or not isinstance(part["column"], str):

@@ -35,7 +35,7 @@ from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError, positive
 
 
-def sharing(ledgers: Sequence[Ledger]) -> list[list[int]]:
+def runs_of_one_record(ledgers: Sequence[Ledger]) -> list[list[int]]:
     """The largest sets of ledgers, by index, that may have used one record. All together cost what the worst set does.
 
     A record has one hash by a rule. The ranges that hold it all hold the largest of their lower ends. Of several rules,

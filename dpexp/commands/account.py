@@ -14,7 +14,7 @@ from rich.table import Table
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import check_delta, coverage
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
-from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon, sharing
+from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, runs_of_one_record, selection_epsilon
 from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import in_words, risk
 from dpexp.accounting.rounding import up
@@ -106,13 +106,13 @@ def _source(name: str, uri: str) -> Source:
 
 
 def _together(ledgers: Sequence[Ledger]) -> list[Ledger]:
-    """The runs that may have used one record, composed; one such ledger for each of several disjoint parts."""
-    return [concatenate([ledgers[k] for k in one]) for one in sharing(ledgers)]
+    """One composed ledger for each set of runs that may have used one record."""
+    return [concatenate([ledgers[k] for k in one]) for one in runs_of_one_record(ledgers)]
 
 
 def _say_parts(ledgers: Sequence[Ledger]) -> None:
-    """Says whether runs on parts of the data are composed in parallel or in sequence."""
-    sets, parts = sharing(ledgers), [str(ledger.part or "all records") for ledger in ledgers]
+    """Prints whether runs on parts of the data are composed in parallel or in sequence."""
+    sets, parts = runs_of_one_record(ledgers), [str(ledger.part or "all records") for ledger in ledgers]
     if len(sets) > 1:
         shown = "; or of ".join(" and ".join(dict.fromkeys(parts[k] for k in one)) for one in sets)
         console.print(f"In parallel: a record is at most in the runs of {escape(shown)}. The worst of them counts.")
@@ -132,6 +132,7 @@ def _delta(given: float | None, deltas: Sequence[float | None]) -> float:
 
 def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
     ledgers = [source.ledger for source in sources]
+    together = _together(ledgers)
     for source in sources:
         if source.ledger.incomplete:
             console.print(
@@ -155,7 +156,7 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
         console.print(f"The data sets differ ({several}): ε adds up what a person loses who may be in all of them.")
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
-        at_epsilon = [up(max(delta(one, e, name) for one in _together(ledgers)), 4)] if e is not None else []
+        at_epsilon = [up(max(delta(one, e, name) for one in together), 4)] if e is not None else []
         table.add_row(name, up(cost, 6), *at_epsilon, "" if coverage(name).is_bound else "an approximation, no bound")
     console.print(table)
 

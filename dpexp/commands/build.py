@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
-from dpexp.config import CONF, part_of
+from dpexp.config import BY_GROUP, CONF, part_of
 from dpexp.errors import ConfigError, place_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, make_plan
@@ -64,7 +64,10 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
 
 
 def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Noise, target: Target) -> PrivacyPlan:
-    clipping = {name: _by_group(cfg, name) for name in ("mechanism", "clip_norm", "clip_rule")}
+    clipping = {name: _by_group(cfg, name) for name in BY_GROUP}
+    mechanisms = clipping["mechanism"].values() if isinstance(clipping["mechanism"], dict) else [clipping["mechanism"]]
+    if cfg.alpha and not any(hasattr(mechanism, "alpha") for mechanism in mechanisms):
+        raise ConfigError("alpha gives the scales of joint clipping; choose mechanism=joint too, or leave alpha out.")
     plan = make_plan(
         module,
         n=cfg.data.n,
@@ -84,7 +87,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
 
 
 def _by_group(cfg: DictConfig, section: str) -> Any:
-    """The object of a section; or those of its `by_group`, of which each is the name of an option, or a section."""
+    """Makes the object of a section, or one for each group; `by_group` holds names of options or sections."""
     if not cfg[section] or "by_group" not in cfg[section]:
         return make(section, cfg[section]) if cfg[section] else None
     made, own = {}, cfg.copy()  # in which an option's interpolations are resolved

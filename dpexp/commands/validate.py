@@ -1,7 +1,6 @@
 """Checks of a configuration that need no torch, whose import takes seconds."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -140,9 +139,6 @@ def _check_objects(cfg: DictConfig) -> None:
                 f"'{key}={{_target_: package.Name}}' with its arguments."
             )
 
-    if cfg.alpha and not re.search("joint|alpha", str(cfg.mechanism).lower()):
-        raise ConfigError("alpha gives the scales of joint clipping; choose mechanism=joint too, or leave alpha out.")
-
 
 def _check_by_group(section: str, options: Any) -> None:
     known = sorted({path.stem for path in (CONF / section).glob("*.yaml")} - {"by_group"})
@@ -194,7 +190,7 @@ def _check_single_values(cfg: DictConfig) -> None:
 
 
 def _check_part(cfg: DictConfig) -> None:
-    """Whether a record's part depends on its privacy unit alone, and stays the same."""
+    """Refuses a data.part that could depend on other records, or differ between neighbouring data sets."""
     part, module, unit = cfg.data.get("part"), cfg.data.module, cfg.privacy_unit.kind
     if part_of(part, cfg.data.id) is None:
         return
@@ -249,7 +245,8 @@ def _check_accountants(names: list[str]) -> None:
 def _check_privacy(cfg: DictConfig) -> None:
     privacy, unit = cfg.privacy, privacy_unit_of(cfg)
     records = unit.num_records(cfg.data.n, cfg.data.users) if privacy.enabled else None
-    policy, rounds = sampling_of(cfg).resolve(cfg.data.n, records)
+    sampling = sampling_of(cfg)
+    policy, rounds = sampling.resolve(cfg.data.n, records)
     if not privacy.enabled:
         return
     target = target_of(cfg)
@@ -261,7 +258,7 @@ def _check_privacy(cfg: DictConfig) -> None:
     check_covered(policy.name, privacy.adjacency, target.accountant)
     Noise(**values_of(cfg.noise)).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
     schedules = Schedules(**values_of(cfg.schedule))
-    schedules.check(sampling_of(cfg), cfg.calibrate)
+    schedules.check(sampling, cfg.calibrate)
     schedules.over(rounds)
 
 

@@ -17,7 +17,7 @@ DRAW = "draw"  # number of a draw of private selection; the last column
 _UNSET = "not set"
 WITHOUT_PRIVACY = "no: trained without privacy"
 CONFIDENCE = 0.95
-WHY = {  # what was solved for changes with ε as it does
+WHY = {  # explanations of how a calibrated parameter changes with ε
     "sampling_rate": "The sampling rate q falls as ε rises: each σ_g of the averages is held, and a larger ε allows "
     "less noise on the sum, σ̃_g = q·n·σ_g, hence smaller samples."
 }

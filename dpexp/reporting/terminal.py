@@ -74,7 +74,8 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     for event in plan.preprocessing:
         _print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}")
     console.print(plan_table(plan))
-    if "Joint" in str(cfg.mechanism) and all(len({*group.alphas}) == 1 for group in plan.groups):
+    alphas = [{*group.alphas} for group in plan.groups if not group.is_metric]
+    if plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):
         _print("With equal scales α_j, as here, joint clipping is separate clipping; alpha=adaptive learns the scales.")
     for text in notes:
         _print(text)

@@ -32,7 +32,7 @@ from rich.console import Console
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.accounting.ledger.events import check_same
-from dpexp.accounting.multiple_runs import Budget, budget, rho, sharing
+from dpexp.accounting.multiple_runs import Budget, budget, rho, runs_of_one_record
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
@@ -95,7 +95,7 @@ def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, ou
     costs = [
         one
         for one in costs  # all but private runs on other records than the plan's
-        if not one.ledger or one.not_private_reason or len(sharing([one.ledger, plan])) == 1
+        if not one.ledger or one.not_private_reason or len(runs_of_one_record([one.ledger, plan])) == 1
     ]
     used = budget_used(costs, kept, data_id)
     for run_cost in costs:
@@ -174,7 +174,7 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
     except ConfigError as error:
         raise ConfigError(f"data.id={data_id}: {error}") from error
     found = []
-    for one in sharing([ledger for _, ledger in released]):
+    for one in runs_of_one_record([ledger for _, ledger in released]):
         spent, whole = math.fsum(spent_by[k] for k in one), None
         if len(one) == 1 and released[one[0]][0].budget == kept and not kept.holds(spent):
             planned = epsilon(released[one[0]][1], kept.delta)

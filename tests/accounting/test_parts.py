@@ -12,7 +12,7 @@ from test_accountants import directly, ledger
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.ledger import LedgerWriter, Part, concatenate, read_ledger, write_ledger
 from dpexp.accounting.ledger.integrity import Chain
-from dpexp.accounting.multiple_runs import sharing
+from dpexp.accounting.multiple_runs import runs_of_one_record
 from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
 from dpexp.commands.account import account, with_earlier
@@ -45,7 +45,7 @@ SETS = [  # parts, and the sets of them that one record may be in
 
 @pytest.mark.parametrize("parts, expected", SETS, ids=str)
 def test_runs_share_a_record_if_their_ranges_of_one_rule_overlap(parts, expected):
-    found = sharing([on(*part) for part in parts])
+    found = runs_of_one_record([on(*part) for part in parts])
     assert sorted(found) == sorted(expected)
 
 
@@ -58,7 +58,7 @@ def test_no_record_is_in_more_runs_than_a_set_has(parts, first, second):
     """And of the rule that most runs have, or the first, each set's ranges hold one hash."""
     at = {RULE: first, OTHER: second}
     runs = {k for k, (low, high, rule) in enumerate(parts) if low <= at[rule] < high}
-    sets = sharing([on(*part) for part in parts])
+    sets = runs_of_one_record([on(*part) for part in parts])
     assert any(runs <= {*one} for one in sets)
     rules = [rule for _, _, rule in parts]
     for one in sets:
@@ -68,12 +68,12 @@ def test_no_record_is_in_more_runs_than_a_set_has(parts, first, second):
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "replace_null"])
 def test_a_replaced_record_may_be_in_two_parts(adjacency):
-    assert sharing([on(0, 0.5, adjacency=adjacency), on(0.5, 1, adjacency=adjacency)]) == [[0, 1]]
+    assert runs_of_one_record([on(0, 0.5, adjacency=adjacency), on(0.5, 1, adjacency=adjacency)]) == [[0, 1]]
 
 
 def test_runs_of_several_adjacencies_are_not_composed_even_on_disjoint_parts():
     with pytest.raises(ConfigError, match="different adjacencies"):
-        sharing([on(0, 0.5), on(0.5, 1, adjacency="replace_null")])
+        runs_of_one_record([on(0, 0.5), on(0.5, 1, adjacency="replace_null")])
 
 
 @pytest.fixture

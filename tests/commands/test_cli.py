@@ -224,6 +224,8 @@ def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callb
 
 # arguments -> words of the refusal, before anything is released
 BAD = {
+    "alpha=adaptive mechanism=by_group mechanism.by_group={all:separate}": "alpha gives the scales of joint clipping",
+    "alpha=adaptive": "alpha gives the scales of joint clipping; choose mechanism=joint too",
     "mechanism=joint clip_norm=dimension": "say these as well: alpha=fixed, uniform, dimension or adaptive",
     "trainer.accelerator=abacus": "(trainer.accelerator=abacus, trainer.precision=32-true)",
     "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
@@ -309,8 +311,6 @@ EARLY = {
     "mechanism=by_group mechanism.by_group={conv:join}": "mechanism.by_group.conv=join must be one of joint, separate",
     "mechanism=by_group mechanism.by_group=joint": "mechanism.by_group=joint must be {group: option}",
     "mechanism=by_group": "mechanism.by_group must be given",
-    "alpha=adaptive mechanism=by_group mechanism.by_group={conv:separate}": "alpha gives the scales of joint clipping",
-    "alpha=adaptive": "alpha gives the scales of joint clipping; choose mechanism=joint too",
     "mechanism=joint clip_norm.total=2": "clip_norm.total: no clip_norm is chosen; add clip_norm=OPTION",
     "register=mine tracking=none": "register=mine needs MLflow's registry",
     "hydra.run.dir=taken": "taken already holds a run, with its config.yaml",

@@ -49,7 +49,7 @@ class AdaptiveClipNorm:
 def adaptive_targets(
     groups: Mapping[str, Sequence[Vector]], mechanisms: Mapping[str, Mechanism], clip_norms: Mapping[str, Any]
 ) -> tuple[AdaptiveTargets | None, float]:
-    """What adapts in a plan, None if nothing does, and its share of the budget."""
+    """The adaptive clipping norms of a plan, None if there are none, and their share of the budget."""
     adapting = {name: ("clip_norm", norm) for name, norm in clip_norms.items() if isinstance(norm, AdaptiveClipNorm)}
     for name in adapting:
         if not isinstance(mechanisms[name], Separate):
