@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PLD_accounting import gaussian_allocation_epsilon_range
 from scipy.integrate import quad
 from scipy.stats import norm
 
+from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.composition import GaussianMechanism, composed
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.random_allocation import RandomAllocationPair
 
@@ -19,9 +22,9 @@ def loss_of(z, steps, epochs, pair=None):
     return ComposedLoss([pair or RandomAllocationPair(z, steps)], counts, composed(np.array([z]), counts))
 
 
-def one_of_two(z, epsilon):
+def one_of_two(z, at):
     """δ of removing and of adding a record that is in one of two rounds, by integrating over the other round."""
-    mu, scale = 1 / z, math.exp(epsilon)
+    mu, scale = 1 / z, math.exp(at)
     one, other = norm(mu**2 / 2, mu), norm(-(mu**2) / 2, mu)  # the loss of a round with the record, and without
 
     def removed(b):
@@ -38,12 +41,12 @@ def one_of_two(z, epsilon):
 
 
 @pytest.mark.parametrize("z", [0.4, 0.7, 1.0, 3.0])
-@pytest.mark.parametrize("epsilon", [0.05, 0.5, 2.0, 6.0])
-def test_one_of_two_rounds_is_the_integral(z, epsilon):
+@pytest.mark.parametrize("at", [0.05, 0.5, 2.0, 6.0])
+def test_one_of_two_rounds_is_the_integral(z, at):
     loss = loss_of(z, 2, 1)
-    for direction, exact in zip(loss._directions, one_of_two(z, epsilon), strict=True):
+    for direction, exact in zip(loss._directions, one_of_two(z, at), strict=True):
         if exact > 1e-10:
-            assert exact * (1 - 1e-9) <= direction.delta(epsilon, 0.0) <= exact * 1.002
+            assert exact * (1 - 1e-9) <= direction.delta(at, 0.0) <= exact * 1.002
 
 
 @pytest.mark.parametrize(("z", "steps", "epochs", "delta"), [(1.0, 8, 3, 1e-3), (0.6, 5, 1, 1e-3), (2.0, 30, 4, 1e-2)])
@@ -64,12 +67,23 @@ def test_a_simulation_agrees(z, steps, epochs, delta):
         assert error < 0.06 * delta
 
 
+@pytest.mark.parametrize(("z", "steps", "selected", "epochs", "delta"), [(1.0, 8, 1, 1, 1e-4), (2.0, 12, 5, 3, 1e-5)])
+def test_a_ledger_costs_what_pld_accounting_says(z, steps, selected, epochs, delta):
+    high, low = gaussian_allocation_epsilon_range(
+        delta=delta, sigma=z, num_steps=steps, num_selected=selected, num_epochs=epochs
+    )
+    facts = {"n": 1000, "num_selected": selected, "num_steps": steps}
+    events = [SamplingEvent("random_allocation", selected / steps, epoch=steps * e, **facts) for e in range(epochs)]
+    rounds = {Round(event, (SumQueryEvent("all", 1.0, z),)): 1 for event in events}  # the first round of each epoch
+    assert low <= epsilon(Ledger("add_remove", rounds), delta) <= high
+
+
 @pytest.mark.parametrize(
     ("z", "steps", "epochs", "delta", "low", "high"),
     [(1.0, 100, 10, 1e-5, 1.664, 1.740), (2.0, 117, 40, 1e-5, 1.156, 1.208)],
 )
-def test_epsilon_lies_between_the_bounds_of_pld_accounting(z, steps, epochs, delta, low, high):
-    """Version 2.0: Feldman & Shenfeld 2026, arXiv 2602.17284."""
+def test_many_epochs_cost_what_pld_accounting_says(z, steps, epochs, delta, low, high):
+    """As computed by its version 2.0 (Feldman & Shenfeld 2026, arXiv 2602.17284), which takes minutes."""
     assert low <= loss_of(z, steps, epochs).epsilon(delta) <= high
 
 
@@ -87,8 +101,8 @@ def test_masses_are_those_of_a_pair(z, steps):
     assert removed.reverse == added and added.reverse == removed
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.floats(0.3, 20), st.integers(2, 60), st.integers(1, 50), st.sampled_from([1e-3, 1e-6]))
+@settings(deadline=None, max_examples=6)
+@given(st.floats(0.3, 20), st.integers(2, 16), st.integers(1, 50), st.sampled_from([1e-3, 1e-6]))
 def test_it_costs_less_than_one_full_round_an_epoch_and_falls_with_noise_and_steps(z, steps, epochs, delta):
     found = loss_of(z, steps, epochs).epsilon(delta)
     assert found <= GaussianMechanism(math.sqrt(epochs) / z).epsilon(delta)
