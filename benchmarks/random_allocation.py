@@ -19,7 +19,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
 
 _SIGMAS = float(norm.isf(1e-5))
-_NORMALS = 4e7  # of a simulation
+_NORMALS = 2e7  # of a simulation
 
 
 def ledger_of(z, t, k, epochs):
@@ -73,18 +73,18 @@ def estimate(rng, z, t, k, epochs, delta, at):
     found = []
     for removed in (1, 0):
         sign, step = (1 if removed else -1), z / math.sqrt(t * epochs)
-        tilts = [(a * z, sign * b * step) for a in (0, 0.5, 1) for b in (0, 1, 2, 3) if removed or not a]
+        tilts = [(a * z, sign * b * step) for a in (0, 0.5, 1) for b in (0, 1, 2.5) if removed or not a]
 
         def terms(samples, tilt, removed=removed):
             losses, weight = simulated(rng, z, t, k, epochs, samples, removed, *tilt)
             return losses, weight, weight * np.maximum(-np.expm1(at - losses), 0)
 
         def spread(tilt, terms=terms):
-            each = terms(4000, tilt)[2]
+            each = terms(1000, tilt)[2]
             return each.std() / max(each.mean(), 1e-300) if each.any() else math.inf
 
         tilt = min(tilts, key=spread)
-        losses, weight, each = terms(max(20_000, int(_NORMALS / (t * epochs))), tilt)
+        losses, weight, each = terms(max(15_000, int(_NORMALS / (t * epochs))), tilt)
         mean, error = each.mean(), each.std() / math.sqrt(len(each))
         low, high = 0.0, 60.0
         for _ in range(40):
