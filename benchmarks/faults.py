@@ -309,6 +309,11 @@ FAULTS = [
     fault("a ledger with half of S", PLAN, "SumQueryEvent(self.name, self.S, ", "SumQueryEvent(self.name, self.S / 2, ",
           "callback -k schedule"),
     fault("a resumed ledger forgets its rounds", WRITING, "Counter(before.ledger.rounds)", "Counter()", "ledger"),
+    fault("every tenth round is not in the ledger", WRITING,
+          "            self._append(described + chain.round(spec), chain)\n        self._closed",
+          "            if sum(self._counts.values()) % 10 != 9:\n"
+          "                self._append(described + chain.round(spec), chain)\n        self._closed",
+          "audit -k correlated_noise_refutes"),
     fault("any ledger is continued", WRITING, '.hexdigest() != position["sha256"]', '.hexdigest() == ""',
           "ledger_file -k begins"),
     fault("a changed ledger is written on", WRITING, "elif found.st_size != self._chain.size:", "elif False:",

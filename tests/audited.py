@@ -9,8 +9,8 @@ from plans import plan_of, trainer
 from torch import nn
 
 import dpexp
-from dpexp.accounting.auditing import audit, level_of_checks
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.auditing import audit, level_of_checks, releases
+from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy import mechanism
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
@@ -72,7 +72,7 @@ def noisy(folder, **choices):
 def judged(canaries, ledger, checks=()):
     """The audit of a training without sampling, with checks of another."""
     attack = canaries.reader
-    checks = [*attack.checks(LEVEL), *checks]
+    checks = [*attack.checks(LEVEL), releases(canaries.releases, ledger), *checks]
     return audit(
         attack.scores(canaries.count), canaries.included, ledger, DELTAS, LEVEL, checks, confidence=CONFIDENCE,
         middle=canaries.middle,
@@ -82,11 +82,11 @@ def judged(canaries, ledger, checks=()):
 def shown(folder, canaries=N, seed=0, **choices):
     """The checks of what a training with next to no noise shows."""
     contributions = Contributions()
-    trained(
+    extra = trained(
         folder, canaries, seed=seed + 1000, variant=lambda plan: nearly_noiseless(plan, canaries, LEVEL),
         reader=contributions, coins=False, ledger="samples.jsonl", **choices,
     )  # fmt: skip
-    return contributions.checks(LEVEL)
+    return [*contributions.checks(LEVEL), releases(extra.releases, read_ledger(folder / "samples.jsonl"))]
 
 
 def check(checks, name):
@@ -245,3 +245,16 @@ def some_records_twice(patch):
 
     wrapped(patch, policies, "_independent", twice)
     patch.setattr(loader, "_checked", lambda samples, policy, size: samples)
+
+
+def samples_of_an_epoch_that_overlap(patch):
+    """Each is as large as it should be, and drawn by itself."""
+    wrapped(
+        patch, policies.Shuffle, "draw",
+        lambda draw, self, *rest: [draw(self, *rest)[t] for t in range(self.rounds_per_epoch)],
+    )  # fmt: skip
+
+
+def a_tenth_of_the_rounds_not_in_the_ledger(patch):
+    rounds = itertools.count(1)
+    wrapped(patch, LedgerWriter, "commit", lambda commit, self: commit(self) if next(rounds) % 10 else None)

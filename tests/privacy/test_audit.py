@@ -41,6 +41,7 @@ def test_an_honest_audit_refutes_a_smaller_claim_and_no_other(recorded):
     assert as_planned(found) and found.mu_claimed == pytest.approx(2.0, rel=1e-3)
     missing = judged(canaries, replace(ledger, rounds=dict.fromkeys(ledger.rounds, 2)))  # of four rounds
     assert missing.exceeded and check(missing.checks, "distance of scores").refuted
+    assert "4 noisy sums of model.0 were released, and the ledger has 2" in missing.exceeded
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,8 @@ CAUGHT = [  # what refutes them; benchmarks/audit.py has each by itself, under e
     ({"contribution to model.0": audited.each_vector_clipped_alone}, {"vectors": "parameter"} | JOINT),
     ({"rate of inclusion": audited.a_larger_rate, "largest contribution": audited.some_records_twice},
      SAMPLINGS["poisson"]),
+    ({"releases": audited.a_tenth_of_the_rounds_not_in_the_ledger}, {"steps": 10, "private_metrics": audited.METRICS}),
+    ({"rounds of an epoch": audited.samples_of_an_epoch_that_overlap}, SAMPLINGS["shuffle"]),
     ({"contribution to model.1": audited.twice_the_bound},
      {"privacy_unit": User(3, "user_of"), "data": by_user, "users": audited.N, "canaries": 200}),
 ]  # fmt: skip
@@ -209,10 +212,17 @@ def test_a_job_is_trained_and_its_audit_shows_nothing_that_all_records_had_a_par
     assert audits and not any("clip_norm" in one or "ε" in one for one in audits)
 
 
-def test_the_command_fails_if_a_claim_is_refuted(dpexp_job, monkeypatch):
-    audited.half_the_noise(monkeypatch)
-    with pytest.raises(SystemExit, match="the audit refutes what is claimed"):
-        dpexp_job("audit", *SMALL, "audit.num_canaries=100", "tracking=none")
+@pytest.mark.parametrize(
+    "sabotage, rounds, message",
+    [
+        (audited.half_the_noise, 2, "the noise is at most"),
+        (audited.a_tenth_of_the_rounds_not_in_the_ledger, 10, "noisy sums of all were released, and the ledger has"),
+    ],
+)
+def test_the_command_fails_if_a_claim_is_refuted(sabotage, rounds, message, dpexp_job, monkeypatch):
+    sabotage(monkeypatch)
+    with pytest.raises(SystemExit, match=f"the audit refutes what is claimed.*{message}"):
+        dpexp_job("audit", *SMALL, f"sampling.steps={rounds}", "audit.num_canaries=100", "tracking=none")
 
 
 @pytest.mark.parametrize(
