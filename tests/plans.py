@@ -2,7 +2,7 @@
 
 from dpexp import Clipping, Noise, Sampling, Schedules, Target, make_plan
 
-SAMPLING = ("sampling_rate", "expected_batch_size", "max_batch_size", "partitions", "steps", "epochs")
+SAMPLING = ("sampling_rate", "expected_batch_size", "max_batch_size", "partitions", "num_selected", "steps", "epochs")
 TARGET = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier", "accountant")
 CLIPPING = ("group", "mechanism", "clip_norm", "clip_rule", "vectors")
 

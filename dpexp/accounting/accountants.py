@@ -113,6 +113,10 @@ def _pair(release: Release) -> Pair:
             return LaplacePair(1 / release.z)
         case "truncated_poisson":
             return TruncatedPoissonPair(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
+        case "random_allocation":
+            from dpexp.accounting.random_allocation import RandomAllocationPair
+
+            return RandomAllocationPair(release.z, release.steps)  # type: ignore[arg-type]
     raise ConfigError(f"accountant=pld is not stated for releases by {release.policy}.")
 
 

@@ -34,10 +34,11 @@ _SAMPLED = {
 }
 _REPLACED = {policy: (*_SAMPLED[policy], "replace_one") for policy in ("poisson", "cyclic_poisson")}
 _FIXED = {"fixed_size": ("replace_one",)}
+_BY_PLD = {"truncated_poisson": ("replace_null",), "random_allocation": ("add_remove",)}
 _GAUSSIAN = ("gaussian", "banded gaussian")
 _ALL_NOISE = (*_GAUSSIAN, "laplace")
 _BUILT_IN = {
-    "pld": Coverage(_SAMPLED | _REPLACED | _FIXED | {"truncated_poisson": ("replace_null",)}, _ALL_NOISE, True),
+    "pld": Coverage(_SAMPLED | _REPLACED | _FIXED | _BY_PLD, _ALL_NOISE, True),
     "rdp": Coverage(_SAMPLED | _FIXED, _ALL_NOISE, True),
     "moments": Coverage(_SAMPLED, _ALL_NOISE, True),
     "strong": Coverage(_SAMPLED, _ALL_NOISE, True),
@@ -56,6 +57,7 @@ _WHY = {
     "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
     "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
     "shuffle": "the sizes of disjoint batches are public only if n is the same on both sides",
+    "random_allocation": "its privacy losses are known for a record more or less",
 }
 
 

@@ -25,8 +25,9 @@ class Release:
     Attributes:
         z: σ̃ over the sensitivity.
         q: the sampling rate; 1: no amplification by sampling.
-        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson, fixed_size; or
-            laplace: a query on all records with Laplace noise, which is 1/z-DP.
+        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson, fixed_size;
+            random_allocation: `steps` rounds, of which a record is in one, drawn at random; or laplace: a query on all
+            records with Laplace noise, which is 1/z-DP.
         n, maximum: for truncated_poisson and fixed_size the number of records, for the former the largest sample.
     """
 
@@ -35,22 +36,25 @@ class Release:
     policy: str = "poisson"
     n: int | None = None
     maximum: int | None = None
+    steps: int | None = None
 
 
 def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int]:
     """The ledger's distinct releases with their counts.
 
     In `shuffle`, each record is in one batch of an epoch, and the batch is not counted as random: an epoch costs as
-    much as its most expensive round. For `cyclic_poisson` see `_participations`.
+    much as its most expensive round. For `cyclic_poisson` see `_participations`, for `random_allocation` `_allocated`.
 
     Raises:
         ConfigError: no accountant, or not this one, is stated for the ledger; the batches of an epoch have more than
-            all records; or noise is correlated over more rounds than lie between two samples of a record.
+            all records, or are more than it has; or noise is correlated over more rounds than lie between two samples
+            of a record.
     """
     counts: dict[Release, int] = defaultdict(int)
     epochs: dict[int, float] = {}
     drawn: dict[int, float] = defaultdict(float)
     blocks: dict[int, list[tuple[Round, float, int]]] = defaultdict(list)
+    allocated: dict[int, list[tuple[Round, float, int]]] = defaultdict(list)
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
         check_covered(sampling.policy, ledger.adjacency, accountant)
@@ -68,6 +72,9 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
             case "cyclic_poisson":
                 assert sampling.block is not None
                 blocks[sampling.block].append((round_, z, count))
+            case "random_allocation":
+                assert sampling.epoch is not None
+                allocated[sampling.epoch].append((round_, z, count))
             case "shuffle":
                 assert sampling.epoch is not None
                 epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
@@ -91,6 +98,9 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     for rounds in blocks.values():
         for z, rate, count in _participations(rounds):
             counts[_poisson(z, rate, ledger.adjacency)] += count
+    for rounds in allocated.values():
+        for release, count in _allocated(rounds):
+            counts[release] += count
     return _merged(counts)
 
 
@@ -114,6 +124,31 @@ def _participations(rounds: list[tuple[Round, float, int]]) -> Iterator[tuple[fl
         left -= min(count, left)
         if not left:
             break
+
+
+def _allocated(rounds: list[tuple[Round, float, int]]) -> Iterator[tuple[Release, int]]:
+    """(release, count) of an epoch of `random_allocation`, given as (round, z, count).
+
+    The whole epoch counts, however many of its t rounds the ledger has, at the smallest z of these. A record in k
+    random rounds is in one random round of each of k random blocks of ⌊t/k⌋ or ⌈t/k⌉ rounds, and costs no more than if
+    the blocks were known ([proof](../mathematics.md#random-allocation)).
+    """
+    sampling, (k, t) = rounds[0][0].sampling, _allocation(rounds[0][0])
+    drawn, kinds = sum(count for _, _, count in rounds), {_allocation(round_) for round_, _, _ in rounds}
+    if drawn > t or len(kinds) > 1:
+        raise ConfigError(
+            f"the ledger has {drawn} rounds of epoch {sampling.epoch} in which each record is in "
+            f"{' and '.join(sorted(f'{k} of {t}' for k, t in kinds))}, so they cannot have been drawn together."
+        )
+    z, longer = min(z for _, z, _ in rounds), t % k
+    for steps, count in ((t // k, k - longer), (t // k + 1, longer)):
+        if count:
+            yield Release(z) if steps == 1 else Release(z, 1 / steps, "random_allocation", steps=steps), count
+
+
+def _allocation(round_: Round) -> tuple[int, int]:
+    assert round_.sampling.num_selected is not None and round_.sampling.num_steps is not None
+    return round_.sampling.num_selected, round_.sampling.num_steps
 
 
 def _signature(round_: Round) -> tuple[Any, ...]:

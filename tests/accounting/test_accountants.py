@@ -173,7 +173,10 @@ def test_an_epoch_of_shuffled_batches_costs_one_release():
         epsilon(Ledger("replace_one", {batch(0, 4.0): 5}), 1e-5)
 
 
-FACTS = {"truncated_poisson": {"maximum": 120}, "shuffle": {"epoch": 0}, "cyclic_poisson": {"parts": 2, "block": 0}}
+FACTS = {
+    "truncated_poisson": {"maximum": 120}, "shuffle": {"epoch": 0}, "cyclic_poisson": {"parts": 2, "block": 0},
+    "random_allocation": {"epoch": 0, "num_selected": 1, "num_steps": 10},
+}  # fmt: skip
 
 
 def test_every_claim_is_allowed_or_refused_by_name():
@@ -194,7 +197,7 @@ def test_the_table_of_claims():
     assert set(CLAIMS["shuffle"]) == {"replace_one", "replace_null"}
     assert {policy: check_covered(policy, None) for policy in CLAIMS} == {
         "poisson": "add_remove", "cyclic_poisson": "add_remove", "all": "add_remove", "shuffle": "replace_one",
-        "fixed_size": "replace_one", "truncated_poisson": "replace_null",
+        "fixed_size": "replace_one", "truncated_poisson": "replace_null", "random_allocation": "add_remove",
     }  # fmt: skip
     assert CLAIMS["cyclic_poisson"] == CLAIMS["poisson"]
 

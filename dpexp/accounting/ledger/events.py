@@ -47,7 +47,7 @@ def unit(record: Mapping[str, Any] | None) -> str:
     return f"unit of {record['k']} examples"
 
 
-POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all", "cyclic_poisson")
+POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all", "cyclic_poisson", "random_allocation")
 ADJACENCIES = ("add_remove", "replace_one", "replace_null")
 
 
@@ -58,15 +58,17 @@ class SamplingEvent:
     Attributes:
         policy: `poisson` (each record independently at rate q), `truncated_poisson` (a Poisson sample, then a random
             subset of at most `maximum` records), `fixed_size` (q·n of n, without replacement), `shuffle` (one of
-            the disjoint samples of an epoch, of q·n records each; the last one may be smaller), `all`, or
+            the disjoint samples of an epoch, of q·n records each; the last one may be smaller), `all`,
             `cyclic_poisson` (records are assigned to `parts` partitions at random; round t samples from partition t mod
-            `parts`, each record independently at rate q·parts).
+            `parts`, each record independently at rate q·parts), or `random_allocation` (of an epoch's `num_steps`
+            rounds, each record draws for itself the `num_selected` in which it is).
         q: the average rate at which a record is included.
         n: the published number of records.
         maximum: only for `truncated_poisson`: the largest sample.
-        epoch: only for `shuffle`: samples of the same epoch are disjoint.
+        epoch: only for `shuffle` and `random_allocation`: the first round, from 0, of the samples drawn together.
         parts, block: only for `cyclic_poisson`: the number of partitions; and the first round, counted from 0, of those
             that use the same partitions in turn, which is where a job was begun or resumed.
+        num_selected, num_steps: only for `random_allocation`: k of t, as in dp-accounting's `RandomAllocationDpEvent`.
     """
 
     policy: str
@@ -76,6 +78,8 @@ class SamplingEvent:
     epoch: int | None = None
     parts: int | None = None
     block: int | None = None
+    num_selected: int | None = None
+    num_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -90,14 +94,18 @@ class SamplingEvent:
             batch = self.q * self.n
             if round(batch) < 1 or not math.isclose(batch, round(batch), rel_tol=1e-9):
                 raise ConfigError(f"sampling policy {self.policy}: q·n={batch} must be a whole number of records.")
-        for name, (owner, least) in _OWN.items():
+        for name, (owners, least) in _OWN.items():
             value = getattr(self, name)
-            if (value is not None) != (self.policy == owner):
-                raise ConfigError(f"sampling policy {self.policy}: {name}={value} is only for {owner}.")
+            if (value is not None) != (self.policy in owners):
+                raise ConfigError(f"sampling policy {self.policy}: {name}={value} is only for {' and '.join(owners)}.")
             if value is not None and not (is_integer(value) and value >= least):
                 raise ConfigError(f"sampling {name}={value} must be a whole number of at least {least}.")
         if self.parts is not None:
             rate_in_part(self.q, self.parts)
+        if self.num_selected is not None and self.num_steps is not None:
+            k, t = self.num_selected, self.num_steps
+            if k > t or not math.isclose(self.q, k / t, rel_tol=1e-9):
+                raise ConfigError(f"sampling rate q={self.q} must be {k}/{t} if each record is in {k} of {t} rounds.")
 
     @property
     def rate(self) -> float:
@@ -105,10 +113,11 @@ class SamplingEvent:
         return self.q if self.parts is None else rate_in_part(self.q, self.parts)
 
 
-# Attributes of one policy only: the policy and the smallest value.
+# Attributes of some policies only: the policies and the smallest value.
 _OWN = {
-    "maximum": ("truncated_poisson", 1), "epoch": ("shuffle", 0), "parts": ("cyclic_poisson", 1),
-    "block": ("cyclic_poisson", 0),
+    "maximum": (("truncated_poisson",), 1), "epoch": (("shuffle", "random_allocation"), 0),
+    "parts": (("cyclic_poisson",), 1), "block": (("cyclic_poisson",), 0),
+    "num_selected": (("random_allocation",), 1), "num_steps": (("random_allocation",), 1),
 }  # fmt: skip
 
 

@@ -312,8 +312,9 @@ def _header(ledger: Ledger, planned: Iterable[SamplingEvent]) -> dict[str, objec
     header |= {"record": ledger.record} if ledger.record is not None else {}
     header |= {"part": asdict(ledger.part)} if ledger.part is not None else {}
     events = list(planned)
-    policies = {(event.policy, event.n) for event in events}
+    policies = {(event.policy, event.n, event.num_selected) for event in events}
     if len(policies) == 1:
-        ((policy, n),) = policies
-        header["sampling"] = {"policy": policy, "n": n, "q": sorted({event.q for event in events})}
+        ((policy, n, selected),) = policies
+        of_each = {} if selected is None else {"num_selected": selected}
+        header["sampling"] = {"policy": policy, "n": n, "q": sorted({event.q for event in events}), **of_each}
     return header

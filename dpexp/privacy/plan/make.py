@@ -32,7 +32,7 @@ from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import parts_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
-from dpexp.privacy.sampling.policies import CyclicPoisson
+from dpexp.privacy.sampling.policies import CyclicPoisson, RandomAllocation
 from dpexp.privacy.sampling.privacy_unit import Example
 
 
@@ -140,6 +140,12 @@ def make_plan(
         )
     if adaptive is not None:
         schedules.check_adaptive(calibrate)
+    apart = next((name for name, metric in metrics.items() if metric.every_n_rounds > 1), None)
+    if apart is not None and isinstance(policy, RandomAllocation):
+        raise ConfigError(
+            f"private_metrics.release.{apart}.every_n_rounds={metrics[apart].every_n_rounds} must be 1 with "
+            f"sampling={policy.name}, where all rounds of an epoch are accounted as equal; or choose sampling=poisson."
+        )
     preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
     if preprocessing and privacy_unit != Example():
         raise ConfigError(

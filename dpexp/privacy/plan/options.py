@@ -24,11 +24,12 @@ class Sampling:
     """How samples are drawn, and for how many rounds.
 
     Args:
-        policy: `poisson`, `truncated_poisson`, `fixed_size`, `shuffle`, `full_batch`, `cyclic_poisson`; or the dotted
-            name of your own `Policy` class.
+        policy: `poisson`, `truncated_poisson`, `fixed_size`, `shuffle`, `full_batch`, `cyclic_poisson`,
+            `random_allocation`; or the dotted name of your own `Policy` class.
         sampling_rate: q in (0, 1]; or `expected_batch_size` = q·n, in examples. full_batch needs neither.
         max_batch_size: of truncated_poisson, in records.
         partitions: of cyclic_poisson; by default as many as the noise has bands.
+        num_selected: of random_allocation: in how many of an epoch's rounds a record is, by default 1.
         steps: rounds T; or `epochs` E, for T = ⌈E/q⌉, also of a q that is solved for.
 
     Raises:
@@ -40,6 +41,7 @@ class Sampling:
     expected_batch_size: float | None = None
     max_batch_size: int | None = None
     partitions: int | None = None
+    num_selected: int | None = None
     steps: int | None = None
     epochs: float | None = None
 
@@ -53,7 +55,7 @@ class Sampling:
         for name in ("expected_batch_size", "epochs"):
             if getattr(self, name) is not None:
                 positive(f"sampling.{name}", getattr(self, name))
-        for name in ("max_batch_size", "partitions", "steps"):
+        for name in ("max_batch_size", "partitions", "num_selected", "steps"):
             if getattr(self, name) is not None:
                 positive_integer(f"sampling.{name}", getattr(self, name))
 
@@ -78,7 +80,9 @@ class Sampling:
             q = float(self.expected_batch_size) / n
         assert q is not None  # as exactly_one requires
         records = records or n
-        policy = make_policy(self.policy, q, records, self.max_batch_size, n / records, self.partitions)
+        policy = make_policy(
+            self.policy, q, records, self.max_batch_size, n / records, self.partitions, self.num_selected
+        )
         return policy, self.rounds(policy)
 
     def rounds(self, policy: Policy) -> int:
@@ -261,8 +265,8 @@ class Schedules:
         """Raises ConfigError: the schedules do not go with the sampling policy, or with what is calibrated."""
         policy = policy_class(sampling.policy).name
         given = [f"schedule.{name}={spec}" for name, spec in vars(self).items() if spec is not None]
-        if given and policy == "cyclic_poisson":
-            raise ConfigError(f"{given[0]} is not supported with sampling=cyclic_poisson; choose sampling=poisson.")
+        if given and policy in ("cyclic_poisson", "random_allocation"):
+            raise ConfigError(f"{given[0]} is not supported with sampling={policy}; choose sampling=poisson.")
         varies = policy in ("poisson", "truncated_poisson")
         if self.q is not None and not varies:
             raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {yaml_name(policy)}'s q cannot vary.")

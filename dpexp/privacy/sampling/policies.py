@@ -177,6 +177,43 @@ class Shuffle(Policy):
 
 
 @dataclass(frozen=True)
+class RandomAllocation(Policy):
+    """In each epoch of t = k/q rounds, each record draws for itself the k in which it is (arXiv 2502.08202).
+
+    q is rounded such that t is a whole number. Sizes vary: a permutation would make records depend on one another.
+    """
+
+    num_selected: int = 1  # k
+    name: ClassVar[str] = "random_allocation"
+    needs_exact_n: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        k = positive_integer("sampling.num_selected", self.num_selected)
+        object.__setattr__(self, "q", k / round(k / self.q))
+
+    def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
+        facts = {"num_selected": self.num_selected, "num_steps": self.rounds_per_epoch}
+        return SamplingEvent(self.name, self.q, n, epoch=epoch, **facts)
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return round(self.num_selected / self.q)
+
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        """An epoch's samples. Each record's rounds are a uniform k-subset by Floyd's algorithm (Bentley & Floyd 1987):
+        the i-th is uniform up to t - k + i, or t - k + i itself if it has that one already."""
+        t, k = self.rounds_per_epoch, self.num_selected
+        chosen = stream.words(size * k).reshape(size, k)
+        for i, last in enumerate(range(t - k, t)):
+            drawn = chosen[:, i].remainder_(last + 1)
+            drawn[chosen[:, :i].eq(drawn[:, None]).any(1)] = last
+        rounds = chosen.flatten()
+        records = rounds.argsort(stable=True).div(k, rounding_mode="floor")
+        return [sample.tolist() for sample in records.split(rounds.bincount(minlength=t).tolist())]
+
+
+@dataclass(frozen=True)
 class FullBatch(Policy):
     """Every record, every round."""
 
@@ -199,6 +236,7 @@ POLICIES: dict[str, type[Policy]] = {
     "shuffle": Shuffle,
     "full_batch": FullBatch,
     "cyclic_poisson": CyclicPoisson,
+    "random_allocation": RandomAllocation,
 }
 
 
@@ -209,12 +247,18 @@ def policy_class(name: str) -> type[Policy]:
         raise ConfigError(
             f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}, or package.Name of a Policy."
         )
+    if found.name == RandomAllocation.name and found is not RandomAllocation:
+        raise ConfigError(
+            f"sampling.policy={name} names its event {found.name}, which is only for sampling={found.name}, where each "
+            "record draws its rounds by itself; name another event."
+        )
     return found
 
 
 def make_policy(
-    name: str, q: float, n: int, max_batch_size: int | None = None, examples: float = 1.0, partitions: int | None = None
-) -> Policy:
+    name: str, q: float, n: int, max_batch_size: int | None = None, examples: float = 1.0,
+    partitions: int | None = None, num_selected: int | None = None,
+) -> Policy:  # fmt: skip
     """The policy of a name.
 
     Args:
@@ -224,7 +268,7 @@ def make_policy(
         ConfigError: the policy is unknown, a value is out of range, or the policy does not take it.
     """
     policy = policy_class(name)
-    options = {"max_batch_size": max_batch_size, "partitions": partitions}
+    options = {"max_batch_size": max_batch_size, "partitions": partitions, "num_selected": num_selected}
     given = {option: value for option, value in options.items() if value is not None}
     takes = {field.name for field in fields(policy)}
     for option, value in given.items():

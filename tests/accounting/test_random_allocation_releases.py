@@ -1,0 +1,119 @@
+"""What a ledger of random allocation costs: each epoch as a whole, once, as releases in one of some rounds."""
+
+import pytest
+
+from dpexp.accounting.coverage import CLAIMS, check_covered
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    concatenate,
+    read_ledger,
+    write_ledger,
+)
+from dpexp.accounting.releases import Release, releases
+from dpexp.errors import ConfigError
+
+N = 1000
+
+
+def round_of(epoch=0, k=1, t=4, z=2.0, **facts):
+    event = SamplingEvent("random_allocation", k / t, N, epoch=epoch, num_selected=k, num_steps=t)
+    return Round(event, (SumQueryEvent("all", 1.0, z, **facts),))
+
+
+def one_of(m, z=2.0):
+    return Release(z) if m == 1 else Release(z, 1 / m, "random_allocation", steps=m)
+
+
+def of(rounds):
+    return releases(Ledger("add_remove", rounds))
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 4])
+def test_an_epoch_costs_as_much_at_its_first_round_as_at_its_last(rounds):
+    assert of({round_of(): rounds}) == {one_of(4): 1}
+
+
+def test_each_epoch_counts_once_at_the_smallest_z_of_its_rounds():
+    assert of({round_of(): 4, round_of(4): 1, round_of(8): 3}) == {one_of(4): 3}
+    assert of({round_of(z=2.0): 1, round_of(z=1.5): 1, round_of(4): 4}) == {one_of(4, 1.5): 1, one_of(4): 1}
+
+
+@pytest.mark.parametrize(
+    "k, t, parts", [(2, 6, {3: 2}), (2, 5, {2: 1, 3: 1}), (3, 4, {1: 2, 2: 1}), (4, 4, {1: 4}), (1, 1, {1: 1})]
+)
+def test_k_of_t_rounds_are_one_round_of_each_of_k_blocks(k, t, parts):
+    assert of({round_of(k=k, t=t): 1}) == {one_of(m): count for m, count in parts.items()}
+    assert sum(m * count for m, count in parts.items()) == t and sum(parts.values()) == k
+
+
+def test_epochs_of_several_runs_count_apart_and_beside_other_rounds():
+    one = Ledger("add_remove", {round_of(): 4, round_of(4): 4})
+    poisson = Ledger("add_remove", {Round(SamplingEvent("poisson", 0.1, N), round_of().queries): 5})
+    assert releases(concatenate([one, poisson, one])) == {one_of(4): 4, Release(2.0, 0.1): 5}
+
+
+@pytest.mark.parametrize(
+    "rounds, message",
+    [
+        (
+            {round_of(): 5},
+            "5 rounds of epoch 0 in which each record is in 1 of 4, so they cannot have been drawn together",
+        ),
+        ({round_of(): 1, round_of(k=2, t=8): 1}, "in 1 of 4 and 2 of 8, so they cannot"),
+        ({round_of(bands=(0.8, -0.6)): 1}, "needs samples in which a record is at most every 2 rounds"),
+    ],
+    ids=["too many", "of two kinds", "correlated"],
+)
+def test_rounds_that_cannot_be_of_one_epoch_are_refused(rounds, message):
+    with pytest.raises(ConfigError, match=message):
+        of(rounds)
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({"num_selected": None}, "num_selected=None is only for random_allocation"),
+        ({"num_steps": None}, "num_steps=None is only for random_allocation"),
+        ({"epoch": None}, "epoch=None is only for shuffle and random_allocation"),
+        ({"num_selected": 0}, "num_selected=0 must be a whole number of at least 1"),
+        ({"num_steps": 4.0}, "num_steps=4.0 must be a whole number"),
+        ({"num_selected": 5}, "q=0.25 must be 5/4"),
+        ({"q": 0.5}, "q=0.5 must be 1/4 if each record is in 1 of 4 rounds"),
+        ({"maximum": 9}, "maximum=9 is only for truncated_poisson"),
+        ({"policy": "shuffle"}, "num_selected=1 is only for random_allocation"),
+    ],
+)
+def test_events_that_contradict_themselves_are_refused(facts, message):
+    right = {"policy": "random_allocation", "q": 0.25, "n": N, "epoch": 0, "num_selected": 1, "num_steps": 4}
+    SamplingEvent(**right)
+    with pytest.raises(ConfigError, match=message):
+        SamplingEvent(**right | facts)
+
+
+def test_the_ledger_is_read_as_it_was_written_and_says_what_was_allocated(tmp_path):
+    ledger = Ledger("add_remove", {round_of(k=2): 4, round_of(4, k=2): 2})
+    write_ledger(tmp_path / "l.jsonl", ledger)
+    assert read_ledger(tmp_path / "l.jsonl") == ledger
+    text = (tmp_path / "l.jsonl").read_text()
+    assert '"sampling": {"policy": "random_allocation", "n": 1000, "q": [0.5], "num_selected": 2}' in text
+    assert text.count('"epoch": 4, "num_selected": 2, "num_steps": 4') == 1, "an epoch has one spec"
+
+
+def test_a_ledger_is_not_continued_with_another_number_of_rounds(tmp_path):
+    LedgerWriter(tmp_path / "l.jsonl", planned=[round_of(k=1, t=4).sampling]).close()
+    with pytest.raises(ConfigError, match=r"was begun for .* but the run that would continue it plans"):
+        LedgerWriter(tmp_path / "l.jsonl", planned=[round_of(k=2, t=8).sampling], resume=True)
+
+
+def test_only_pld_and_only_a_record_more_or_less_are_claimed():
+    assert CLAIMS["random_allocation"] == {"add_remove": ("pld",)}
+    with pytest.raises(
+        ConfigError, match="privacy losses are known for a record more or less; choose adjacency=add_rem"
+    ):
+        check_covered("random_allocation", "replace_one")
+    with pytest.raises(ConfigError, match="accountant=rdp has no bound for sampling=random_allocation"):
+        check_covered("random_allocation", None, "rdp")

@@ -1,0 +1,116 @@
+"""Random allocation: each record draws its own k of an epoch's t rounds, whatever the others draw."""
+
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+from scipy.stats import binom, chisquare
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.sampling.loader import RoundSampler
+from dpexp.privacy.sampling.policies import RandomAllocation, Shuffle, make_policy, policy_class
+
+
+def drawn(policy, size, epochs, seed=0):
+    """[epochs, size]: which of the k-subsets of its epoch's rounds each record drew, and [epochs, t]: sample sizes."""
+    stream = KeyStream.known(seed, "sampling", 0)
+    k = getattr(policy, "num_selected", 1)
+    number = {subset: i for i, subset in enumerate(combinations(range(policy.rounds_per_epoch), k))}
+    found, sizes = [], []
+    for _ in range(epochs):
+        rounds = [[] for _ in range(size)]
+        samples = policy.draw(size, stream)
+        assert len(samples) == policy.rounds_per_epoch
+        for t, sample in enumerate(samples):
+            for record in sample:
+                rounds[record].append(t)
+        found.append([number[tuple(own)] for own in rounds])  # k distinct rounds of each record
+        sizes.append([*map(len, samples)])
+    return np.array(found), np.array(sizes)
+
+
+def p_values(policy, size, epochs):
+    """Of the law of a record's rounds, and of its independence from those of other records and epochs."""
+    found, sizes = drawn(policy, size, epochs)
+    t, k = policy.rounds_per_epoch, getattr(policy, "num_selected", 1)
+    subsets = comb(t, k)
+
+    def table(*columns):
+        cells = np.ravel_multi_index(columns, [subsets] * len(columns)).ravel()
+        return chisquare(np.bincount(cells, minlength=subsets ** len(columns))).pvalue
+
+    by_record = np.stack([np.bincount(column, minlength=subsets) for column in found.T])
+    sizes_law = binom.pmf(np.arange(size + 1), size, k / t)
+    common = sizes_law * epochs > 5
+    seen = np.bincount(sizes[:, 0], minlength=size + 1)
+    seen, law = np.append(seen[common], seen[~common].sum()), np.append(sizes_law[common], sizes_law[~common].sum())
+    return {
+        "a record": chisquare(by_record.ravel()).pvalue,
+        "two records": table(found[:, ::2], found[:, 1::2]),
+        "two epochs": table(found[:-1], found[1:]),
+        "sizes": chisquare(seen, law * epochs).pvalue,
+    }
+
+
+@pytest.mark.parametrize("k, t", [(1, 4), (2, 5), (3, 4)])
+def test_each_record_draws_its_rounds_uniformly_and_by_itself(k, t):
+    assert min(p_values(RandomAllocation(k / t, k), 8, 4000).values()) > 1e-3
+
+
+def test_the_same_check_rejects_a_permutation_though_each_record_alone_looks_alike():
+    """Random allocation is no shuffling: there, records that share a round are fewer, and samples equally large."""
+    found = p_values(Shuffle(1 / 4), 8, 4000)
+    assert min(found["a record"], found["two epochs"]) > 1e-3
+    assert max(found["two records"], found["sizes"]) < 1e-9
+
+
+class AllWithTheFirst(RandomAllocation):
+    """Each record's rounds are right by themselves, and all records' are the first one's."""
+
+    def draw(self, size, stream):
+        first = super().draw(1, stream)
+        return [[*range(size)] if sample else [] for sample in first]
+
+
+def test_the_same_check_rejects_records_that_follow_one_another():
+    assert p_values(AllWithTheFirst(1 / 4), 8, 4000)["two records"] < 1e-9
+
+
+def test_q_is_that_of_a_whole_number_of_rounds():
+    for q, k, t in ((512 / 60000, 1, 117), (0.3, 1, 3), (0.3, 2, 7), (1.0, 1, 1), (0.7, 1, 1), (1.0, 3, 3)):
+        policy = make_policy("random_allocation", q, 60000, num_selected=k)
+        event = policy.event(60000, 0)
+        assert (policy.q, policy.rounds_per_epoch, policy.rounds(2.5)) == (k / t, t, -(-5 * t // 2))
+        assert (event.q, event.num_selected, event.num_steps) == (k / t, k, t)
+    assert [*map(sorted, RandomAllocation(1.0, 3).draw(5, KeyStream()))] == [[*range(5)]] * 3
+
+
+def test_an_epoch_is_drawn_together_and_the_next_one_anew():
+    policy = RandomAllocation(2 / 6, 2)
+    run = RoundSampler(lambda t: policy, 30, 12, 100, KeyStream.known(0, "sampling", 0))
+    for epoch in (0, 6):
+        rounds, began = [], set()
+        for rows in run:
+            began.add(run.pending[0].epoch)
+            run.completed += run.pending.popleft().last
+            rounds += rows
+        assert began == {epoch} and run.completed == epoch + 6
+        assert sorted(rounds) == sorted([*range(30)] * 2)
+
+
+class Claims(RandomAllocation):
+    """Does not draw as its event says."""
+
+
+def test_no_policy_of_ones_own_claims_the_event(monkeypatch):
+    monkeypatch.setattr("dpexp.privacy.sampling.policies.Claims", Claims, raising=False)
+    with pytest.raises(ConfigError, match="names its event random_allocation, which is only for sampling=random_alloc"):
+        policy_class("dpexp.privacy.sampling.policies.Claims")
+
+
+@pytest.mark.parametrize("name, k, message", [("random_allocation", 0, "at least 1"), ("poisson", 1, "no option of")])
+def test_other_numbers_of_rounds_are_refused(name, k, message):
+    with pytest.raises(ConfigError, match=f"sampling.num_selected={k} .*{message}"):
+        make_policy(name, 0.1, 100, num_selected=k)
