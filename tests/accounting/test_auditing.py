@@ -93,10 +93,7 @@ def test_releases_that_the_ledger_lacks_are_refuted_and_others_are_not():
     ledger = Ledger("add_remove", {Round(sampling, (gradients, metric)): 5, Round(sampling, (gradients,)): 15})
     assert not releases({"all": 20, "loss": 5}, ledger).refuted
     assert not releases({"all": 12, "loss": 3}, ledger).refuted  # a resumed job wrote others
-    for seen, said in (
-        ({"all": 21, "loss": 5}, "21 noisy sums of all"),
-        ({"all": 9, "loss": 6}, "6 noisy sums of loss"),
-    ):
+    for seen, said in (({"all": 21, "loss": 5}, "21 noisy sums of all"), ({"loss": 6}, "6 noisy sums of loss")):
         found = releases(seen, ledger)
         assert found.refuted and found.message().startswith(f"{said} were released, and the ledger has ")
 
