@@ -324,6 +324,12 @@ FAULTS = [
         "if own_link != link.decode() or line[-7:-3] != link:",
           "if False:", "ledger_lines"),
     # Accounting
+    fault("an epoch's samples overlap", SAMPLING, "return self.split(stream.permutation(size).tolist())",
+          "return [self.split(stream.permutation(size).tolist())[t] for t in range(self.rounds_per_epoch)]",
+          "audit -k contributes"),
+    fault("a record is in one round more than allocated", SAMPLING,
+          "t, k = self.rounds_per_epoch, self.num_selected\n", "t, k = self.rounds_per_epoch, self.num_selected + 1\n",
+          "audit -k contributes"),
     fault("sensitivity 1 where a record is replaced", "accounting/coverage.py", '"replace_one": 2}',
           '"replace_one": 1}', "accountants -k replacing"),
     fault("equation 1 with the largest group alone", EVENTS, "sum(query.squared_ratio for",

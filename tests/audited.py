@@ -33,6 +33,7 @@ SAMPLINGS = {
     "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "max_batch_size": 525},
     "fixed_size": {"sampling": "fixed_size", "q": 0.5},
     "shuffle": {"sampling": "shuffle", "q": 0.5},
+    "random_allocation": {"sampling": "random_allocation", "q": 0.25},
     "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Noise("banded", 2, "sqrt")},
 }
 MECHANISMS = {
@@ -249,10 +250,34 @@ def some_records_twice(patch):
 
 def samples_of_an_epoch_that_overlap(patch):
     """Each is as large as it should be, and drawn by itself."""
-    wrapped(
-        patch, policies.Shuffle, "draw",
-        lambda draw, self, *rest: [draw(self, *rest)[t] for t in range(self.rounds_per_epoch)],
-    )  # fmt: skip
+    for policy in (policies.Shuffle, policies.RandomAllocation):
+        wrapped(
+            patch, policy, "draw",
+            lambda draw, self, *rest: [draw(self, *rest)[t] for t in range(self.rounds_per_epoch)],
+        )  # fmt: skip
+
+
+def records_that_draw_once_more(patch):
+    def more(draw, self, *rest):
+        k = self.num_selected
+        return draw(replace(self, q=self.q / k * (k + 1), num_selected=k + 1), *rest)
+
+    wrapped(patch, policies.RandomAllocation, "draw", more)
+
+
+def some_records_that_draw_twice(patch, share=0.002):
+    """And as many that do not, so that the rate is as planned."""
+
+    def unequal(draw, self, size, stream):
+        samples, few = draw(self, size, stream), max(1, round(share * size))
+        also, not_at_all = stream.permutation(size)[: 2 * few].view(2, few).tolist()
+        kept = [[record for record in sample if record not in not_at_all] for sample in samples]
+        for record in also:
+            own = next(t for t, sample in enumerate(samples) if record in sample)
+            kept[(own + 1) % len(kept)].append(record)
+        return kept
+
+    wrapped(patch, policies.RandomAllocation, "draw", unequal)
 
 
 def a_tenth_of_the_rounds_not_in_the_ledger(patch):

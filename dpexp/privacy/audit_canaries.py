@@ -372,7 +372,7 @@ class Contributions:
         if epoch := event.parts or (now.sampling.rounds_per_epoch if event.epoch is not None else 0):
             there = together[:canaries] > max(0.5, _CERTAIN * _error(together))
             self._often = there + (self._often if t % epoch else 0)
-            self._most, self._planned = max(self._most, int(self._often.max())), 1
+            self._most, self._planned = max(self._most, int(self._often.max())), event.num_selected or 1
         for name, values, error in (*self._round, ("", together, _error(together))):
             self._found.setdefault(name, []).append(values[:canaries][drawn])
             self._errors.setdefault(name, []).append(np.full(int(drawn.sum()), error))
