@@ -138,7 +138,8 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         _write(result, output)
         if tracked:
             tracked.finish(result)
-        if result["rounds"] >= cfg.rounds and (output / CARD).exists():
+        done = max(result["rounds"], job.privacy.rounds_done if job.privacy else 0)  # with those that are lost
+        if done >= cfg.rounds and (output / CARD).exists():
             (output / CHECKPOINT).unlink(missing_ok=True)
         if refuted:
             raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
@@ -237,7 +238,8 @@ def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) ->
     if not cfg.checkpoint.resume:
         return plan.ledger()
     before = ledger_so_far(output / "ledger.jsonl")
-    return replace(concatenate([before, plan.ledger(rounds_done(output / CHECKPOINT))]), incomplete=False)
+    since = plan.resumed_at(rounds_done(output / CHECKPOINT), before)
+    return replace(concatenate([before, plan.ledger(since)]), incomplete=False)
 
 
 def _train(

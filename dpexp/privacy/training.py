@@ -185,7 +185,15 @@ class PrivateTraining:
             self._not_private_reason(), self.plan.privacy_unit.to_header(), self.plan.part,
         )  # fmt: skip
         self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *header))
-        begun = self._ledger.ledger.training_rounds
+        begun, completed = self._ledger.ledger.training_rounds, self.rounds_done
+        self.rounds_done = self.plan.resumed_at(completed, self._ledger.ledger)
+        if self.rounds_done > completed:
+            left = self.plan.rounds - self.rounds_done
+            warnings.warn(
+                f"sampling={self.plan.sampling.name}: who is in the rest of an epoch is forgotten, and its ε spent, so "
+                f"{self.rounds_done - completed} rounds are lost; "
+                + (f"a new epoch begins, of {left} rounds left." if left else "no epoch is left, and training ends.")
+            )
         if self.readings:
             self.readings.begin(self._ledger.ledger, self.rounds_done)
         if self._noise_seed is not None:

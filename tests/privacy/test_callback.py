@@ -170,6 +170,7 @@ def test_a_schedule_is_carried_out_and_accounted(tmp_path):
         {"sampling": "fixed_size", "q": 5 / N},
         {"sampling": "shuffle", "q": 5 / N},
         {"sampling": "shuffle", "q": 5 / N, "adjacency": "replace_null"},
+        {"sampling": "random_allocation", "q": 0.2, "num_selected": 2},
         {"sampling": "full_batch", "q": 1.0},
     ],
     ids=str,

@@ -181,6 +181,17 @@ class PrivacyPlan:
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query for group in now.groups))] += times
         return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header(), part=self.part)
 
+    def resumed_at(self, completed: int, ledger: Ledger) -> int:
+        """The round, from 0, at which a training goes on from a state after `completed` rounds, which may be older than
+        its ledger.
+
+        Under random allocation, who is in the rest of an epoch is forgotten, and the ledger charges all of it: what
+        follows are the epochs that it does not charge yet, so that it never charges more than the plan.
+        """
+        sampled = {(round_.sampling.policy, round_.sampling.epoch) for round_ in ledger.rounds}
+        charged = sum(policy == "random_allocation" for policy, _ in sampled)
+        return max(completed, min(charged * int(self.sampling.rounds_per_epoch), self.rounds))
+
     @cached_property
     def _breaks(self) -> tuple[int, ...]:
         """The first and the last rounds of epochs of disjoint samples."""
