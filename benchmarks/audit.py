@@ -28,6 +28,8 @@ SABOTAGES = (
     audited.half_the_noise, audited.the_same_noise_each_round, audited.the_same_noise_for_each_group,
     audited.a_group_unclipped, audited.twice_the_bound, audited.each_vector_clipped_alone,
     audited.alpha_forgotten_in_the_noise, audited.some_records_twice, audited.less_noise, audited.a_larger_rate,
+    audited.a_tenth_of_the_rounds_not_in_the_ledger, audited.samples_of_an_epoch_that_overlap,
+    audited.records_that_draw_once_more, audited.some_records_that_draw_twice,
 )  # fmt: skip
 
 NOISE, RATE = (1.0, 0.995, 0.99, 0.985, 0.98, 0.95), (1.02, 1.04, 1.05, 1.06, 1.1)

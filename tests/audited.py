@@ -9,8 +9,8 @@ from plans import plan_of, trainer
 from torch import nn
 
 import dpexp
-from dpexp.accounting.auditing import audit, level_of_checks
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.auditing import audit, level_of_checks, releases
+from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy import mechanism
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
@@ -33,6 +33,7 @@ SAMPLINGS = {
     "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "max_batch_size": 525},
     "fixed_size": {"sampling": "fixed_size", "q": 0.5},
     "shuffle": {"sampling": "shuffle", "q": 0.5},
+    "random_allocation": {"sampling": "random_allocation", "q": 0.25},
     "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Noise("banded", 2, "sqrt")},
 }
 MECHANISMS = {
@@ -72,7 +73,7 @@ def noisy(folder, **choices):
 def judged(canaries, ledger, checks=()):
     """The audit of a training without sampling, with checks of another."""
     attack = canaries.reader
-    checks = [*attack.checks(LEVEL), *checks]
+    checks = [*attack.checks(LEVEL), releases(canaries.releases, ledger), *checks]
     return audit(
         attack.scores(canaries.count), canaries.included, ledger, DELTAS, LEVEL, checks, confidence=CONFIDENCE,
         middle=canaries.middle,
@@ -82,11 +83,11 @@ def judged(canaries, ledger, checks=()):
 def shown(folder, canaries=N, seed=0, **choices):
     """The checks of what a training with next to no noise shows."""
     contributions = Contributions()
-    trained(
+    extra = trained(
         folder, canaries, seed=seed + 1000, variant=lambda plan: nearly_noiseless(plan, canaries, LEVEL),
         reader=contributions, coins=False, ledger="samples.jsonl", **choices,
     )  # fmt: skip
-    return contributions.checks(LEVEL)
+    return [*contributions.checks(LEVEL), releases(extra.releases, read_ledger(folder / "samples.jsonl"))]
 
 
 def check(checks, name):
@@ -245,3 +246,40 @@ def some_records_twice(patch):
 
     wrapped(patch, policies, "_independent", twice)
     patch.setattr(loader, "_checked", lambda samples, policy, size: samples)
+
+
+def samples_of_an_epoch_that_overlap(patch):
+    """Each is as large as it should be, and drawn by itself."""
+    for policy in (policies.Shuffle, policies.RandomAllocation):
+        wrapped(
+            patch, policy, "draw",
+            lambda draw, self, *rest: [draw(self, *rest)[t] for t in range(self.rounds_per_epoch)],
+        )  # fmt: skip
+
+
+def records_that_draw_once_more(patch):
+    def more(draw, self, *rest):
+        k = self.num_selected
+        return draw(replace(self, q=self.q / k * (k + 1), num_selected=k + 1), *rest)
+
+    wrapped(patch, policies.RandomAllocation, "draw", more)
+
+
+def some_records_that_draw_twice(patch, share=0.002):
+    """And as many that do not, so that the rate is as planned."""
+
+    def unequal(draw, self, size, stream):
+        samples, few = draw(self, size, stream), max(1, round(share * size))
+        also, not_at_all = stream.permutation(size)[: 2 * few].view(2, few).tolist()
+        kept = [[record for record in sample if record not in not_at_all] for sample in samples]
+        for record in also:
+            own = next(t for t, sample in enumerate(samples) if record in sample)
+            kept[(own + 1) % len(kept)].append(record)
+        return kept
+
+    wrapped(patch, policies.RandomAllocation, "draw", unequal)
+
+
+def a_tenth_of_the_rounds_not_in_the_ledger(patch):
+    rounds = itertools.count(1)
+    wrapped(patch, LedgerWriter, "commit", lambda commit, self: commit(self) if next(rounds) % 10 else None)

@@ -5,11 +5,12 @@ and c guesses are right. If so many right guesses are unlikely under μ-Gaussian
 refute a claim but never prove it, since another attacker may do better.
 
 A `Check` tests one number of the plan, such as the noise's standard deviation, at a level: if the plan is followed, it
-is refuted at most with that probability.
+is refuted at most with that probability. What can be counted exactly is never refuted then.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from scipy.stats import t as student
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.composition import Array, GaussianMechanism
-from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.ledger import Ledger, SumQueryEvent
 from dpexp.accounting.rounding import down, up
 
 Mask = NDArray[np.bool_]
@@ -41,6 +42,7 @@ class Check:
         limit: a confidence limit of the true number, at the level of the test: a lower one, except for the noise, for
             which it is an upper one.
         detectable: the number closest to the plan that would have been refuted with probability `POWER`.
+        said: what is refuted, of numbers that were counted.
     """
 
     name: str
@@ -49,9 +51,12 @@ class Check:
     limit: float
     detectable: float
     refuted: bool
+    said: str = ""
 
     def message(self) -> str:
         """What is refuted."""
+        if self.said:
+            return self.said
         limit = f"at most {up(self.limit, 4)}" if self.limit < self.planned else f"at least {down(self.limit, 4)}"
         return f"the {self.name} is {limit}, and {self.planned:.4g} was planned"
 
@@ -100,6 +105,30 @@ def contribution(name: str, found: float, error: float, level: float) -> Check:
     Refuted if it is larger than 1."""
     margin = float(norm.isf(level)) * error
     return Check(name, 1.0, found, found - margin, 1 + margin + norm.ppf(POWER) * error, found - margin > 1)
+
+
+def participations(found: int, planned: int) -> Check:
+    """Tests in how many rounds of an epoch a canary was, at most. Refuted if there are more than `planned`."""
+    said = f"a record was in {found} rounds of an epoch, and at most {planned} were planned"
+    return _counted("rounds of an epoch", found, planned, said)
+
+
+def releases(seen: Mapping[str, int], ledger: Ledger) -> Check:
+    """Tests the number of releases of the group of which the fewest are in the ledger. Refuted if some are not.
+
+    Args:
+        seen: the releases of each group that left the mechanism, of trainings whose rounds the ledger has.
+    """
+    written = Counter(dict.fromkeys(seen, 0))
+    for round_, count in ledger.rounds.items():
+        written.update({query.group: count for query in round_.queries if isinstance(query, SumQueryEvent)})
+    name = max(seen, key=lambda name: seen[name] - written[name])
+    said = f"{seen[name]} noisy sums of {name} were released, and the ledger has {written[name]}"
+    return _counted("releases", seen[name], written[name], said)
+
+
+def _counted(name: str, found: int, planned: int, said: str) -> Check:
+    return Check(name, planned, found, found, planned + 1, found > planned, said)
 
 
 def distance(yes: Array, no: Array, mu: float, level: float) -> Check:

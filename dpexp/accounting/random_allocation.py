@@ -87,7 +87,7 @@ def _mean(one: _Ratio, other: _Ratio, weight: float) -> _Ratio:
     for rows in np.array_split(np.arange(len(x)), math.ceil(len(x) * len(y) / MAX_CELLS)):
         place = (np.logaddexp(x[rows, None], y) - first) / h
         cell = np.clip(np.floor(place), -1, _POINTS - 2)
-        up = np.where(cell < 0, np.exp(h * place), np.expm1(h * (place - cell)) / math.expm1(h))
+        up = np.where(cell < 0, np.exp(np.minimum(h * place, 0)), np.expm1(h * (place - cell)) / math.expm1(h))
         each, index = of_x[rows, None] * of_y, cell.astype(np.intp).ravel() + 1
         for target, moved in ((index, each * (1 - up)), (index + 1, each * up)):
             mass += np.bincount(target, moved.ravel(), len(mass))

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from dpexp._lightning_compat import pl
-from dpexp.accounting.auditing import Audit, level_of_checks
+from dpexp.accounting.auditing import Audit, level_of_checks, releases
 from dpexp.accounting.auditing import audit as judged
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import concatenate, read_ledger
 from dpexp.accounting.rounding import up
 from dpexp.commands.build import accountants, add_optimizer, data_of, module_of
 from dpexp.commands.trainer import callback_for, trainer_for
@@ -43,15 +43,17 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 5)
     attack, contributions = Attack(), Contributions()
     canaries = _train_with_canaries(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
-    _train_with_canaries(
+    sampled = _train_with_canaries(
         cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl"
     )
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
-    ledger = read_ledger(folder / "ledger.jsonl")
+    ledger, samples = (read_ledger(folder / name) for name in ("ledger.jsonl", "samples.jsonl"))
+    counted = releases(canaries.releases + sampled.releases, concatenate([ledger, samples]))
+    checks = [*attack.checks(level), *contributions.checks(level), counted]
     accountant = accountants(cfg, plan)[0]
     found = judged(
-        attack.scores(canaries.count), canaries.included, ledger, deltas, level,
-        [*attack.checks(level), *contributions.checks(level)], accountant, cfg.audit.confidence, canaries.middle,
+        attack.scores(canaries.count), canaries.included, ledger, deltas, level, checks, accountant,
+        cfg.audit.confidence, canaries.middle,
     )  # fmt: skip
     return found, audit_figure(found, ledger, f"ε = {up(claimed, 4)} at δ = {up(cfg.privacy.delta, 4)}", accountant)
 

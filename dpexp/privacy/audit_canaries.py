@@ -14,6 +14,7 @@ how much of it.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -35,6 +36,7 @@ from dpexp.accounting.auditing import (
     contribution,
     noise_reuse,
     noise_scale,
+    participations,
     rate_of_inclusion,
 )
 from dpexp.accounting.composition import Array
@@ -60,6 +62,8 @@ _BLANK = 4000  # coordinates without a canary
 _OTHERS = 256  # of the user's records, where their number does not matter
 _SMALL_NOISE = 0.05  # z at which a contribution shows
 _ERROR = 0.05  # of the rate of inclusion, to be found
+_ROUNDS = 10  # at least, so that it shows if one round in ten is not in the ledger
+_CERTAIN = 8  # standard deviations, by which noise is never off
 
 
 def unsampled(plan: PrivacyPlan) -> PrivacyPlan:
@@ -75,13 +79,13 @@ def unsampled(plan: PrivacyPlan) -> PrivacyPlan:
 
 def nearly_noiseless(plan: PrivacyPlan, canaries: int, level: float) -> PrivacyPlan:
     """The plan with next to no noise, so that each contribution shows: for as many rounds as show an error of the rate
-    of inclusion of 5 %, at the level, but no more than it has."""
+    of inclusion of 5 %, at the level, and for ten, but no more than it has."""
     small = _SMALL_NOISE / plan.noise_multiplier
     groups = tuple(replace(group, sigma=group.sigma * small) for group in plan.groups)
     q = plan.sampling.q
     chances = (1 - q) / q * ((norm.isf(level) + norm.ppf(POWER)) / _ERROR) ** 2
     epoch = plan.sampling.event(plan.n, 0).parts or math.floor(plan.sampling.rounds_per_epoch + 1e-9)
-    rounds = min(plan.rounds, max(4, math.ceil(chances / canaries / epoch) * epoch))
+    rounds = min(plan.rounds, math.ceil(max(_ROUNDS, chances / canaries) / epoch) * epoch)
     return replace(plan, groups=groups, rounds=rounds, schedule=replace(plan.schedule, z=CONSTANT))
 
 
@@ -93,6 +97,9 @@ class Canaries(pl.Callback):
         count: m; where the sampling policy relies on n, they take the places of records, and are at most n.
         stream: of the coins, or None: all canaries are included.
         reader: of what is released, an `Attack` or `Contributions`.
+
+    Attributes:
+        releases: how often each group's noisy sum reached the gradients.
     """
 
     def __init__(
@@ -129,7 +136,7 @@ class Canaries(pl.Callback):
         self._reach = (
             local.lr * len(local.batches(plan.privacy_unit.max_examples_in_round)) if local else 1.0
         )  # of a user who trains
-        self._round = 0
+        self._round, self.releases = 0, Counter[str]()
         self._turns = plan.sampling.event(plan.n, 0).parts or 1
         if self._turns > plan.rounds:
             told = f"audit=dirac with sampling.partitions={self._turns} leaves records out of all {plan.rounds} rounds"
@@ -169,13 +176,15 @@ class Canaries(pl.Callback):
         now = _now(trainer)
         there = self._there(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
         difference, q = 1.0 if self.absent is None else 1.0 - self.absent, now.sampling.q
+        own = zip(self.plan.groups, self._tables, strict=True)
+        self.releases.update(group.name for group, tables in own if tables[0].grad is not None)
         for g, group in self._groups(now):
             averages = np.stack(
                 [table.grad.double().cpu().numpy()[: self._coordinates, 0] for table in self._tables[g]]
             )
             by = np.array([(-1) ** j * q / now.sampling.weight * now.n / alpha for j, alpha in enumerate(group.alphas)])
             self.reader.add(self._round, g, group, by[:, None] * averages, self._sign(g) * difference, there)
-        self.reader.end(self.count, q)
+        self.reader.end(self.count, now, self._round)
         self._round += 1
 
     def _there(self, sampler: RoundSampler) -> NDArray[np.bool_]:
@@ -323,7 +332,7 @@ class Attack:
         self._rows.pop((t - len(group.bands) + 1, g), None)
         self._adds.pop((t - len(group.bands) + 1, g), None)
 
-    def end(self, canaries: int, q: float) -> None:
+    def end(self, canaries: int, now: PrivacyPlan, t: int) -> None:
         """Nothing is to be done at a round's end."""
 
     def scores(self, canaries: int) -> Array:
@@ -343,6 +352,7 @@ class Contributions:
     def __init__(self) -> None:
         self._round: list[tuple[str, Array, float]] = []
         self._drawn, self._chances, self._expected = 0, 0, 0.0
+        self._often, self._most, self._planned = np.zeros(0, dtype=np.int64), 0, 0  # in how many rounds of an epoch
         self._found: dict[str, list[Array]] = {}
         self._errors: dict[str, list[Array]] = {}
 
@@ -351,22 +361,28 @@ class Contributions:
         values = math.copysign(1, difference) * released.sum(0) / (group.S * math.sqrt(len(released)))
         self._round.append((group.name, values, _error(values)))
 
-    def end(self, canaries: int, q: float) -> None:
-        """Takes what was added since the last round's end, of samples at rate q."""
+    def end(self, canaries: int, now: PrivacyPlan, t: int) -> None:
+        """Takes what was added since the last round's end, of round t of the plan."""
         weights = np.array([1 / error**2 for _, _, error in self._round])
         together = weights @ np.stack([values for _, values, _ in self._round]) / weights.sum()
         drawn = together[:canaries] > 0.5
         self._drawn, self._chances = self._drawn + int(drawn.sum()), self._chances + canaries
-        self._expected += canaries * q
+        self._expected += canaries * now.sampling.q
+        event = now.sampling.event(now.n, 0)
+        if epoch := event.parts or (now.sampling.rounds_per_epoch if event.epoch is not None else 0):
+            there = together[:canaries] > max(0.5, _CERTAIN * _error(together))
+            self._often = there + (self._often if t % epoch else 0)
+            self._most, self._planned = max(self._most, int(self._often.max())), event.num_selected or 1
         for name, values, error in (*self._round, ("", together, _error(together))):
             self._found.setdefault(name, []).append(values[:canaries][drawn])
             self._errors.setdefault(name, []).append(np.full(int(drawn.sum()), error))
         self._round.clear()
 
     def checks(self, level: float) -> list[Check]:
-        """Of the rate of inclusion, and of each group's contributions."""
+        """Of the rate of inclusion, of a record's rounds in an epoch, and of each group's contributions."""
         q = self._expected / self._chances
         found = [rate_of_inclusion(self._drawn, self._chances, q, level)] if q < 1 else []
+        found += [participations(self._most, self._planned)] if self._planned else []
         for name in self._found:
             values, errors = np.concatenate(self._found[name]), np.concatenate(self._errors[name])
             count = len(values)

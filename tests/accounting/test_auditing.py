@@ -18,6 +18,7 @@ from dpexp.accounting.auditing import (
     noise_scale,
     rate_of_inclusion,
     refuted,
+    releases,
 )  # fmt: skip
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
 
@@ -84,6 +85,17 @@ def test_checks_refute():
     found = auditing.audit(np.arange(200.0), np.arange(200) % 2 == 0, gaussian(9.0), (1e-5,), 1e-4, checks)
     assert found.exceeded == ["the noise is at most 0.5743, and 1 was planned"]
     assert found.summary()["noise"] == 0.5 and found.summary()["refuted"] == 1
+
+
+def test_releases_that_the_ledger_lacks_are_refuted_and_others_are_not():
+    gradients, metric = SumQueryEvent("all", 1.0, 1.0), SumQueryEvent("loss", 1.0, 9.0)
+    sampling = SamplingEvent("all", 1.0, 1000)
+    ledger = Ledger("add_remove", {Round(sampling, (gradients, metric)): 5, Round(sampling, (gradients,)): 15})
+    assert not releases({"all": 20, "loss": 5}, ledger).refuted
+    assert not releases({"all": 12, "loss": 3}, ledger).refuted  # a resumed job wrote others
+    for seen, said in (({"all": 21, "loss": 5}, "21 noisy sums of all"), ({"loss": 6}, "6 noisy sums of loss")):
+        found = releases(seen, ledger)
+        assert found.refuted and found.message().startswith(f"{said} were released, and the ledger has ")
 
 
 # Checks of the plan, each at a large level, so that errors of both types can be counted.

@@ -41,6 +41,7 @@ def test_an_honest_audit_refutes_a_smaller_claim_and_no_other(recorded):
     assert as_planned(found) and found.mu_claimed == pytest.approx(2.0, rel=1e-3)
     missing = judged(canaries, replace(ledger, rounds=dict.fromkeys(ledger.rounds, 2)))  # of four rounds
     assert missing.exceeded and check(missing.checks, "distance of scores").refuted
+    assert "4 noisy sums of model.0 were released, and the ledger has 2" in missing.exceeded
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ def test_an_honest_audit_refutes_a_smaller_claim_and_no_other(recorded):
     [  # benchmarks/audit.py has all combinations
         ("poisson, replaced", "joint", "parameter", "dimension_adjusted"),
         ("cyclic_poisson", "joint by size", "layer", "min_variance"),
+        ("random_allocation", "separate", "layer", "proportional"),
     ],
 )
 def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, allocation, tmp_path):
@@ -55,8 +57,8 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
         tmp_path, vectors=vectors, allocation=ALLOCATIONS[allocation], **MECHANISMS[mechanism], **SAMPLINGS[sampling]
     )
     assert as_planned(found)
-    mu = math.sqrt(2) if sampling == "cyclic_poisson" else 4.0  # √(two turns), or 2 √(4 rounds)
-    assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
+    mu = {"poisson, replaced": 2 * math.sqrt(4), "cyclic_poisson": math.sqrt(2), "random_allocation": math.sqrt(4)}
+    assert found.mu_claimed == pytest.approx(mu[sampling], rel=1e-3)  # of four rounds, or of two turns
     for one in found.checks:
         assert abs(one.found - one.planned) < 1.2 * abs(one.detectable - one.planned)
 
@@ -114,17 +116,19 @@ def by_user():
             "clip_rule": audited.Unbounded(), "vectors": "parameter", "allocation": ALLOCATIONS["weighted"],
         },
         {"sampling": "shuffle", "q": 0.4},
+        {"sampling": "random_allocation", "q": 0.5, "num_selected": 2, "steps": 8},
         {"privacy_unit": User(3, "user_of"), "data": by_user, "users": audited.N, "canaries": 200},
         {"privacy_unit": Microbatch(4), "data": lambda: Synthetic(40, [4], 3), "canaries": 200,
          "clip_norm": audited.FULL_CYCLES["clip_norm"]},
     ],
-    ids=["psac", "unbounded", "a smaller last sample", "user", "microbatch"],
+    ids=["psac", "unbounded", "a smaller last sample", "two rounds of four", "user", "microbatch"],
 )  # fmt: skip
 def test_a_record_contributes_all_that_it_may_and_no_more(choices, tmp_path):
     checks = shown(tmp_path, **choices)
     assert not any(one.refuted for one in checks)
     for group in ("model.0", "model.1"):
         assert check(checks, f"contribution to {group}").found == pytest.approx(1.0, abs=0.02)
+    assert all(one.found == one.planned for one in checks if one.name in ("rounds of an epoch", "releases"))
 
 
 JOINT = MECHANISMS["joint"]
@@ -142,6 +146,10 @@ CAUGHT = [  # what refutes them; benchmarks/audit.py has each by itself, under e
     ({"contribution to model.0": audited.each_vector_clipped_alone}, {"vectors": "parameter"} | JOINT),
     ({"rate of inclusion": audited.a_larger_rate, "largest contribution": audited.some_records_twice},
      SAMPLINGS["poisson"]),
+    ({"releases": audited.a_tenth_of_the_rounds_not_in_the_ledger}, {"steps": 10, "private_metrics": audited.METRICS}),
+    ({"rounds of an epoch": audited.samples_of_an_epoch_that_overlap}, SAMPLINGS["shuffle"]),
+    ({"rounds of an epoch": audited.records_that_draw_once_more}, SAMPLINGS["random_allocation"]),
+    ({"rounds of an epoch": audited.some_records_that_draw_twice}, SAMPLINGS["random_allocation"]),
     ({"contribution to model.1": audited.twice_the_bound},
      {"privacy_unit": User(3, "user_of"), "data": by_user, "users": audited.N, "canaries": 200}),
 ]  # fmt: skip
@@ -209,10 +217,17 @@ def test_a_job_is_trained_and_its_audit_shows_nothing_that_all_records_had_a_par
     assert audits and not any("clip_norm" in one or "ε" in one for one in audits)
 
 
-def test_the_command_fails_if_a_claim_is_refuted(dpexp_job, monkeypatch):
-    audited.half_the_noise(monkeypatch)
-    with pytest.raises(SystemExit, match="the audit refutes what is claimed"):
-        dpexp_job("audit", *SMALL, "audit.num_canaries=100", "tracking=none")
+@pytest.mark.parametrize(
+    "sabotage, rounds, message",
+    [
+        (audited.half_the_noise, 2, "the noise is at most"),
+        (audited.a_tenth_of_the_rounds_not_in_the_ledger, 10, "noisy sums of all were released, and the ledger has"),
+    ],
+)
+def test_the_command_fails_if_a_claim_is_refuted(sabotage, rounds, message, dpexp_job, monkeypatch):
+    sabotage(monkeypatch)
+    with pytest.raises(SystemExit, match=f"the audit refutes what is claimed.*{message}"):
+        dpexp_job("audit", *SMALL, f"sampling.steps={rounds}", "audit.num_canaries=100", "tracking=none")
 
 
 @pytest.mark.parametrize(
