@@ -92,6 +92,7 @@ def _module_and_options(what):
         "metrics": {"private_metrics": {"train_loss": {"clip_norm": 4.0, "budget_share": 0.1, "every_n_rounds": 2}}},
         "banded": {"sampling": "cyclic_poisson", "noise": Noise("banded", 3, "sqrt")},
         "shuffled": {"sampling": "shuffle", "q": 3 / N},
+        "allocated": {"sampling": "random_allocation", "q": 0.2, "num_selected": 1},
     }[what]
 
 
@@ -112,8 +113,9 @@ def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, se
     plan = plan_of(module, **{"n": N, "q": 0.07, "steps": steps, "noise_multiplier": 0.8} | options)
     seen = Seen()
     privacy = dpexp.PrivacyCallback(
-        plan, folder / f"{what}.jsonl", delta=1e-3, max_physical_batch_size=2, noise_seed=seed, accountant="rdp"
-    )
+        plan, folder / f"{what}.jsonl", delta=1e-3, max_physical_batch_size=2, noise_seed=seed,
+        accountant="pld" if what == "allocated" else "rdp",
+    )  # fmt: skip
     run = trainer_of(count, privacy, seen)
     loader = DataLoader(data() if dataset is None else dataset, batch_size=4, shuffle=True)
     with warnings.catch_warnings(), sizes_counted() as sizes:

@@ -37,6 +37,7 @@ from dpexp.accounting.dominating_pairs import (
 )
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
+from dpexp.accounting.random_allocation import RandomAllocationPair
 from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release, releases
 from dpexp.errors import ConfigError, named
 
@@ -114,8 +115,6 @@ def _pair(release: Release) -> Pair:
         case "truncated_poisson":
             return TruncatedPoissonPair(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
         case "random_allocation":
-            from dpexp.accounting.random_allocation import RandomAllocationPair
-
             return RandomAllocationPair(release.z, release.steps)  # type: ignore[arg-type]
     raise ConfigError(f"accountant=pld is not stated for releases by {release.policy}.")
 
@@ -127,7 +126,9 @@ def _privacy_loss(found: Mapping[Release, int]) -> Guarantee:
     z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in found])
     times = np.array([float(count) for count in found.values()])
     laplace = np.array([release.policy == "laplace" for release in found])
-    full = np.array([r.policy != "laplace" and (r.q == 1 or r.z < MIN_AMPLIFIED_Z) for r in found])
+    full = np.array(
+        [r.policy != "laplace" and ((r.q == 1 and r.steps is None) or r.z < MIN_AMPLIFIED_Z) for r in found]
+    )
     above = np.where(laplace, 1 / gaussian_above(1 / z), z)
     unsampled = composed(above, times)
     if full.all():

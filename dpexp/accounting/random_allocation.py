@@ -25,6 +25,9 @@ _POINTS = 1500  # of a grid
 _ULP = 2.0**-53
 _SHIFT = 2.0**-42  # above the rounding errors of a loss after all additions, relative to 1 + |loss|
 _LEVEL = 14.0  # nats of a tail's mass, for which one distribution is computed
+_LEAST = -112.0  # logarithm of the smallest tail's mass
+_FARTHEST = 33.9  # standard deviations, at which Q's masses are 1e-250: times those of other rounds they still count
+MIN_Z = 0.04  # below it, the masses of a round have no room between e^_LEAST and 1e-250
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,12 @@ class _Ratio:
 
 
 def _one(z: float, log_tail: float) -> _Ratio:
-    """The ratio of a round. Q's masses at the losses L are P's at -L, by symmetry; P's rest is below 2 e^log_tail."""
-    most = (math.sqrt(-2 * log_tail) + 1 / (2 * z)) / z
+    """The ratio of a round. Q's masses at the losses L are P's at -L, by symmetry; P's rest is below 2 e^(-far²/2)."""
+    far = min(math.sqrt(-2 * log_tail), _FARTHEST - 1 / z)
+    most = (far + 1 / (2 * z)) / z
     h = 2 * most / _POINTS
-    start, mass, zero = PoissonPair(z, 1.0, 0.5).discretized(h, -most, log_tail, most)
-    return _Ratio(-h * (start + len(mass) - 1), h, mass[::-1], zero, 2 * math.exp(log_tail))
+    start, mass, zero = PoissonPair(z, 1.0, 0.5).discretized(h, -most, -(far**2) / 2, most)
+    return _Ratio(-h * (start + len(mass) - 1), h, mass[::-1], zero, 2 * math.exp(-(far**2) / 2))
 
 
 def _mean(one: _Ratio, other: _Ratio, weight: float) -> _Ratio:
@@ -100,7 +104,7 @@ def _mean(one: _Ratio, other: _Ratio, weight: float) -> _Ratio:
 @lru_cache(maxsize=64)
 def _ratio(z: float, steps: int, level: int) -> _Ratio:
     """The ratio of an epoch of `steps` rounds. Tails of mass e^(level · _LEVEL) may be merged."""
-    log_tail = level * _LEVEL
+    log_tail = max(level * _LEVEL, _LEAST)
     one = found = _one(z, log_tail)
     count = 1
     for bit in bin(steps)[3:]:

@@ -24,7 +24,7 @@ class Release:
 
     Attributes:
         z: σ̃ over the sensitivity.
-        q: the sampling rate; 1: no amplification by sampling.
+        q: the probability that a record is in it; 1: no amplification by sampling, but in random_allocation.
         policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson, fixed_size;
             random_allocation: `steps` rounds, of which a record is in one, drawn at random; or laplace: a query on all
             records with Laplace noise, which is 1/z-DP.
@@ -143,7 +143,7 @@ def _allocated(rounds: list[tuple[Round, float, int]]) -> Iterator[tuple[Release
     z, longer = min(z for _, z, _ in rounds), t % k
     for steps, count in ((t // k, k - longer), (t // k + 1, longer)):
         if count:
-            yield Release(z) if steps == 1 else Release(z, 1 / steps, "random_allocation", steps=steps), count
+            yield Release(z) if steps == 1 else Release(z, policy="random_allocation", steps=steps), count
 
 
 def _allocation(round_: Round) -> tuple[int, int]:

@@ -189,10 +189,10 @@ class PrivateTraining:
         self.rounds_done = self.plan.resumed_at(completed, self._ledger.ledger)
         if self.rounds_done > completed:
             left = self.plan.rounds - self.rounds_done
+            goes_on = f"a new epoch begins, and {left} rounds are left" if left else "no epoch is left; training ends"
             warnings.warn(
-                f"sampling={self.plan.sampling.name}: who is in the rest of an epoch is forgotten, and its ε spent, so "
-                f"{self.rounds_done - completed} rounds are lost; "
-                + (f"a new epoch begins, of {left} rounds left." if left else "no epoch is left, and training ends.")
+                f"sampling={self.plan.sampling.name}: who is in the rest of an epoch is forgotten, and ε counts all of "
+                f"it, so {self.rounds_done - completed} rounds are lost; {goes_on}."
             )
         if self.readings:
             self.readings.begin(self._ledger.ledger, self.rounds_done)

@@ -27,6 +27,7 @@ from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import SAMPLE_SIZE, MetricEstimates
+from dpexp.privacy.sampling.policies import RandomAllocation
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
@@ -59,6 +60,7 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         f"{plan.noise_multiplier:.4g}"
         + (f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}" if last.weight < 1 else "")
         + (f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})" if last.weight < 1 else "")
+        + _allocation(plan)
         + (", on a schedule" if plan.schedule != Schedule() else "")
         + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
         + (f", clip {plan.clip_rules}" if plan.clip_rules else "")
@@ -94,6 +96,18 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
+
+
+def _allocation(plan: PrivacyPlan) -> str:
+    """What random allocation means for a plan; empty for another policy."""
+    if not isinstance(plan.sampling, RandomAllocation):
+        return ""
+    per_epoch = plan.sampling.rounds_per_epoch
+    last = f", the last one too, of only {rest} rounds" if (rest := plan.rounds % per_epoch) else ""
+    return (
+        f", each record in {plan.sampling.num_selected} of an epoch's {per_epoch} rounds; the first charges a whole "
+        f"epoch{last}, and what an interruption leaves of one is lost"
+    )
 
 
 def print_check(step: str, seconds: float, rounds: int) -> None:

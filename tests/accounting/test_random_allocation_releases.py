@@ -25,7 +25,7 @@ def round_of(epoch=0, k=1, t=4, z=2.0, **facts):
 
 
 def one_of(m, z=2.0):
-    return Release(z) if m == 1 else Release(z, 1 / m, "random_allocation", steps=m)
+    return Release(z) if m == 1 else Release(z, policy="random_allocation", steps=m)
 
 
 def of(rounds):

@@ -102,6 +102,7 @@ def test_one_sampled_round_in_closed_form(z):
         ("fixed_size", "replace_one", {}, 1 - 0.9**8),
         ("truncated_poisson", "replace_null", {"maximum": 300}, 1 - 0.9**8),
         ("shuffle", "replace_one", {"epoch": 0}, 1.0),
+        ("random_allocation", "add_remove", {"epoch": 0, "num_selected": 1, "num_steps": 10}, 1.0),
     ],
 )
 def test_without_noise_every_sampled_record_is_found(policy, adjacency, facts, most):

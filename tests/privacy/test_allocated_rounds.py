@@ -157,7 +157,7 @@ def test_a_round_that_was_charged_but_not_released_counts(tmp_path, monkeypatch)
         patched.setattr(CorrelatedNoise, "add_to", killed)
         job.train(after=7)
     assert (len(job.seen[0]), job.charged) == (8, 3)
-    assert "so 5 rounds are lost; a new epoch begins, of 8 rounds left" in job.train()
+    assert "5 rounds are lost; a new epoch begins, and 8 rounds are left" in job.train()
     job.check()
     assert (len(job.seen[1]), job.charged) == (8, 5)
 
@@ -165,9 +165,9 @@ def test_a_round_that_was_charged_but_not_released_counts(tmp_path, monkeypatch)
 def test_what_is_lost_is_said_in_one_sentence(tmp_path):
     job = Job(tmp_path)
     job.train(5, 6)
-    assert job.train(6, 6).count("so 3 rounds are lost; a new epoch begins, of 12 rounds left") == 1
-    assert "so 2 rounds are lost; a new epoch begins, of 4 rounds left" in job.train(1, 1)
-    assert "so 3 rounds are lost; no epoch is left, and training ends" in job.train()
+    assert job.train(6, 6).count("3 rounds are lost; a new epoch begins, and 12 rounds are left") == 1
+    assert "2 rounds are lost; a new epoch begins, and 4 rounds are left" in job.train(1, 1)
+    assert "3 rounds are lost; no epoch is left; training ends" in job.train()
 
 
 def test_a_loop_of_ones_own_resumes_alike(tmp_path):
@@ -188,11 +188,11 @@ def test_a_loop_of_ones_own_resumes_alike(tmp_path):
         return private.state_dict(), rounds
 
     state, _ = loop(stop=6)
-    with pytest.warns(UserWarning, match="so 2 rounds are lost; a new epoch begins, of 12 rounds left"):
+    with pytest.warns(UserWarning, match="2 rounds are lost; a new epoch begins, and 12 rounds are left"):
         assert loop(state)[1] == 12
     assert read_ledger(tmp_path / "ledger").training_rounds == 18
     assert sum(releases(read_ledger(tmp_path / "ledger")).values()) == 5
-    with pytest.warns(UserWarning, match="no epoch is left, and training ends"):
+    with pytest.warns(UserWarning, match="no epoch is left; training ends"):
         assert loop(state)[1] == 0
 
 

@@ -25,7 +25,7 @@ from dpexp.privacy.sampling.policies import FullBatch
 from dpexp.privacy.sampling.privacy_unit import User
 from dpexp.privacy.state_checks import digest_of_weights
 
-KINDS = ("plain", "adaptive", "banded", "batchnorm", "prepared")
+KINDS = ("plain", "adaptive", "banded", "batchnorm", "prepared", "allocated")
 
 
 @pytest.mark.parametrize("count, kinds", [(2, KINDS), pytest.param(4, KINDS, marks=pytest.mark.whole)])

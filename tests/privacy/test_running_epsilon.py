@@ -19,6 +19,7 @@ CHOICES = {
     "measured": {"clip_norm": AdaptiveClipNorm(0.4)},
     "now and then": {"private_metrics": {"train_loss": {"clip_norm": 1.0, "budget_share": 0.1, "every_n_rounds": 7}}},
     "shuffle": {"n": N, "sampling": "shuffle", "q": 4 / N, "noise_multiplier": 2.0},
+    "random allocation": {"sampling": "random_allocation", "q": 0.25, "noise_multiplier": 2.0, "accountant": "pld"},
     "banded": {"noise": Noise("banded", 4), "sampling": "cyclic_poisson", "q": 0.05},
 }
 
@@ -39,7 +40,7 @@ class Shown(pl.Callback):
         self.privacy, self.shown, self.over = privacy, [], []
 
     def on_before_optimizer_step(self, *_):
-        self.spent = epsilon(ledger_so_far(self.privacy.ledger_path), DELTA, "moments")
+        self.spent = epsilon(ledger_so_far(self.privacy.ledger_path), DELTA, self.privacy.accountant)
         self.compare()
 
     def on_train_batch_end(self, *_):
@@ -50,10 +51,10 @@ class Shown(pl.Callback):
         self.over.append(self.shown[-1] - self.spent)
 
 
-def watched(folder, checkpoint=None, stop=-1, **choices):
+def watched(folder, checkpoint=None, stop=-1, accountant="moments", **choices):
     module = Model()
     plan = plan_for(module, **{"steps": ROUNDS} | choices)
-    privacy = dpexp.PrivacyCallback(plan, folder / "l.jsonl", delta=DELTA, accountant="moments", noise_seed=1)
+    privacy = dpexp.PrivacyCallback(plan, folder / "l.jsonl", delta=DELTA, accountant=accountant, noise_seed=1)
     shown = Shown(privacy)
     run = trainer(privacy, shown, max_steps=stop)
     run.fit(module, Data(), ckpt_path=checkpoint, weights_only=False)
