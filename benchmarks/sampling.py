@@ -2,7 +2,7 @@
 
     python benchmarks/sampling.py    # ten minutes
 
-σ̃/S at the same ε, sampling rate 1/t and rounds E·t, with t and E as in the experiments of docs/results.md. Under shuffle
+σ̃/S at the same ε, sampling rate 1/t and rounds E·t, with t and E as in docs/results.md. Under shuffle
 a record is replaced with null, under fixed_size with another (the sum moves by 2S); otherwise one is added or removed.
 """
 

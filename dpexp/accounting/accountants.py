@@ -37,8 +37,8 @@ from dpexp.accounting.dominating_pairs import (
 )
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
-from dpexp.accounting.random_allocation import RandomAllocationPair
-from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release, releases
+from dpexp.accounting.random_allocation import MIN_Z, RandomAllocationPair
+from dpexp.accounting.releases import Release, releases
 from dpexp.errors import ConfigError, named
 
 MOMENTS = range(1, 33)  # λ
@@ -120,15 +120,16 @@ def _pair(release: Release) -> Pair:
 
 
 def _privacy_loss(found: Mapping[Release, int]) -> Guarantee:
-    """Full batches, and rounds that sampling hardly amplifies, are together one Gaussian release. For hundreds of
-    millions of rounds no grid is fine enough, and Rényi DP is tighter."""
+    """Full batches are together one Gaussian release, with epochs of random allocation that have next to no noise. For
+    hundreds of millions of rounds no grid is fine enough, and Rényi DP is tighter."""
     # If nulling a record lets another one into a full sample, a sum moves by up to 2S.
     z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in found])
     times = np.array([float(count) for count in found.values()])
     laplace = np.array([release.policy == "laplace" for release in found])
-    full = np.array(
-        [r.policy != "laplace" and ((r.q == 1 and r.steps is None) or r.z < MIN_AMPLIFIED_Z) for r in found]
-    )
+    full = np.array([
+        release.z < MIN_Z if release.policy == "random_allocation" else release.q == 1 and release.policy != "laplace"
+        for release in found
+    ])  # fmt: skip
     above = np.where(laplace, 1 / gaussian_above(1 / z), z)
     unsampled = composed(above, times)
     if full.all():

@@ -28,7 +28,7 @@ class Calibratable:
 
 # With each σ_g of the averages held, σ̃_g = q n σ_g and z rise with q (paper, section 4). `clip_norm` scales every S_g.
 CALIBRATABLE = {
-    "noise_multiplier": Calibratable(False, 2.0**-6, 2.0**20),
+    "noise_multiplier": Calibratable(False, 2.0**-20, 2.0**20),
     "sampling_rate": Calibratable(False, 2.0**-40, 1.0, held="each σ_g of the averages"),
     "sampling_rate_at_fixed_noise": Calibratable(True, 2.0**-40, 1.0, held="z"),
     "steps": Calibratable(True, 1, 2**40, is_integer=True, held="z and q"),
@@ -43,6 +43,7 @@ class Calibration:
     Attributes:
         knob, value: the name of the parameter, one of CALIBRATABLE, and its value.
         target, cost: the name of the target, and the plan's cost in terms of it; figures: as (name, figure) to show.
+        missed: in words, that the cost is further below the target than the precision; empty: it is not.
         trace: (value, cost) of every value tried, in order.
     """
 
@@ -51,6 +52,7 @@ class Calibration:
     target: str
     cost: float
     figures: tuple[tuple[str, float], ...]
+    missed: str
     trace: tuple[tuple[float, float], ...]
 
 
@@ -65,7 +67,8 @@ def solve(
     precision: float = 1e-3,
 ) -> Calibration:
     """The value of a parameter whose cost is at most the target, and no more than `precision` (relative) below it,
-    but for jumps of the cost, as at each number of rounds; with these, it is one near `start`.
+    but at the end of the range, and for jumps of the cost, as at each number of rounds; with these, it is one near
+    `start`.
 
     It is the smallest such value of `noise_multiplier` and `sampling_rate`, and the largest of the others. At fixed
     σ_g, ε does not rise monotonically as q falls: if hardly any record is ever sampled, it falls again. The search for
@@ -104,7 +107,11 @@ def solve(
             "weaker target, or change another parameter."
         )
     value, cost = found
-    return Calibration(knob, value, target.name, cost, tuple(target.figures(cost).items()), tuple(search.costs.items()))
+    missed = f" (no value closer below {target} was found between {math.exp(low):.4g} and {math.exp(high):.4g})"
+    return Calibration(
+        knob, value, target.name, cost, tuple(target.figures(cost).items()),
+        missed if cost < target.limit * (1 - precision) else "", tuple(search.costs.items()),
+    )  # fmt: skip
 
 
 class _Search:

@@ -11,13 +11,14 @@ that P against Q is the worse direction).
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr, ndtr
 
-from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release
+from dpexp.accounting.releases import Release
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -25,21 +26,31 @@ Mask = NDArray[np.bool_]
 _WIDTH = 12.0  # standard deviations on each side of an integrand's peak; the mass beyond is below 1e-31
 MAX_CELLS = 2**22  # of the arrays in memory at once
 LARGEST_ORDER = 2.0**30
+_APART = 0.02  # z, below which N(0, z²) and N(1, z²) have next to nothing in common
 
 
 def log_moments(z: Array, q: Array, alpha: float) -> Array:
     """log A_α for rounds (z, q) [R] and one real order α, by the trapezoidal rule.
 
     The integrand is analytic in a strip of half-width πz², so that the rule converges geometrically: with steps of
-    min(z/2, 0.55 z²) its error is below 1e-15.
+    min(z/2, 0.55 z²) its error is below 1e-15. For smaller z see `_apart`.
     """
-    closed = q == 1
     result = alpha * (alpha - 1) / (2 * z**2)
+    apart = (q < 1) & (z < _APART)
+    result[apart] = _apart(z[apart], q[apart], alpha)
     widths = _points(z, alpha)
-    sampled = np.flatnonzero(~closed)
+    sampled = np.flatnonzero((q < 1) & ~apart)
     for some in batches(sampled[np.argsort(widths[sampled])], widths):
         result[some] = _by_trapezoids(z[some], q[some], alpha)
     return result
+
+
+def _apart(z: Array, q: Array, alpha: float) -> Array:
+    """log A_α for z < 0.02: A_α = (1-q)^α + q^α e^(α(α-1)/2z²), since 1-q and q e^L are both large only where the
+    density is below 1e-130."""
+    log_out, log_in = (alpha - 1) * np.log1p(-q), (alpha - 1) * (np.log(q) + alpha / (2 * z**2))
+    excess = (1 - q) * np.expm1(log_out) + q * np.expm1(np.minimum(log_in, 700))  # A_α - 1, with all its digits
+    return np.where(log_in < 700, np.log1p(excess), np.log(q) + log_in)
 
 
 def batches(order: NDArray[np.intp], widths: Array, most: int | None = None) -> Iterator[NDArray[np.intp]]:
@@ -165,8 +176,7 @@ class Rounds:
 
     def __init__(self, found: Mapping[Release, int]) -> None:
         self.z = np.array([release.z for release in found])
-        sampled = [release.policy == "poisson" and release.z >= MIN_AMPLIFIED_Z for release in found]
-        self.q = np.where(sampled, [release.q for release in found], 1.0)
+        self.q = np.array([release.q if release.policy == "poisson" else 1.0 for release in found])
         self.counts = np.array([float(count) for count in found.values()])
         self.laplace: Mask = np.array([release.policy == "laplace" for release in found], dtype=bool)
 
@@ -191,14 +201,15 @@ class Rounds:
 
 
 def central_limit(found: Mapping[Release, int]) -> GaussianMechanism:
-    """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ q²(e^(1/z²) - 1).
+    """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ min(q²(e^(1/z²) - 1), 1/z²), the latter without
+    sampling.
 
     An approximation, whose ε may lie below the true one (Bu, Dong, Long & Su 2019, arXiv 1911.11607, section 3).
     """
     rounds = Rounds(found)
     z, q = rounds.z, rounds.q
     with np.errstate(over="ignore"):
-        squares = np.where(q == 1, 1 / z**2, q**2 * np.expm1(1 / z**2))
+        squares = np.minimum(1 / z**2, q**2 * np.expm1(1 / z**2))
     return GaussianMechanism(math.sqrt(float(np.dot(rounds.counts, squares))))
 
 
@@ -234,6 +245,8 @@ def strong(each: Array, counts: Array, slack: float) -> float:
 
 
 def best_split(epsilon_at: Callable[[float], float]) -> float:
-    """The smallest ε over the rounds' share of δ, in (0, 1)."""
-    found = minimize_scalar(lambda t: epsilon_at(1 / (1 + math.exp(t))), bounds=(-12, 12), method="bounded")
-    return float(found.fun)
+    """The smallest ε over the rounds' share of δ, in (0, 1); it may have a second minimum, at the end of the range."""
+    bounded = partial(minimize_scalar, lambda t: epsilon_at(1 / (1 + math.exp(t))), method="bounded")
+    others = {t: epsilon_at(1 / (1 + math.exp(t))) for t in range(-11, 12, 2)}
+    found, t = bounded(bounds=(-12, 12)).fun, min(others, key=others.__getitem__)
+    return float(found if found <= others[t] else bounded(bounds=(t - 1, t + 1)).fun)

@@ -13,6 +13,7 @@ to each mass.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ class Cells(NamedTuple):
 
 
 _MAX_U = 38.0  # standard deviations, beyond which normal mass is below 1e-300
+_FAR = 500.0  # standard deviations between two means, for which estimates leave out what lies between
 
 
 class Pair(ABC):
@@ -198,7 +200,10 @@ class PoissonPair(PairInCells):
         return Cells(first, mass, excess, float(below), float(beyond))
 
     def points(self, step: float) -> tuple[Array, Array]:
-        u = np.arange((self.a - 1) / self.z - _MAX_U, self.a / self.z + _MAX_U, step)
+        means = sorted({(self.a - 1) / self.z, 0.0, self.a / self.z})
+        gaps = [(low + _MAX_U, high - _MAX_U) for low, high in pairwise(means) if high - low > _FAR]
+        edges = [means[0] - _MAX_U, *chain(*gaps), means[-1] + _MAX_U]
+        u = np.concatenate([np.arange(*ends, step) for ends in zip(edges[::2], edges[1::2], strict=True)])
         p, q = self._mixed(u, self.a), self._mixed(u, self.a - 1)
         return p - q, p - u**2 / 2 + math.log(step / math.sqrt(2 * math.pi))
 

@@ -37,10 +37,13 @@ class PrivacyLoss:
         infinite: the mass of the infinite loss.
         error: by how much δ at each loss may be too small.
         scale: the logarithm of the unit of mass, infinite and error.
+        certain: the part of the infinite loss's mass that no other window or grid would lessen.
     """
 
-    def __init__(self, h: float, first: int, mass: Array, infinite: float, error: Array, scale: float) -> None:
-        self.h = h
+    def __init__(
+        self, h: float, first: int, mass: Array, infinite: float, error: Array, scale: float, certain: float
+    ) -> None:
+        self.h, self.certain = h, certain
         self._losses = h * (first + np.arange(len(mass)))
         # C_j = Σ_{i>=j} m_i e^(L_j-L_i) and δ_j = δ_{j+1} + (1 - e^-h) C_{j+1}: sums without cancellation
         self._slopes = lfilter([1.0], [1.0, -math.exp(-h)], mass[::-1])[::-1]
@@ -188,6 +191,8 @@ class _Direction:
             found = epsilon * _NODES if at_epsilon is None else loss.delta(epsilon / _NODES)
             if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST_LEVEL or found <= enough:
                 break
+            if epsilon == math.inf and loss.certain > math.exp(log_delta):
+                break
             if loss.lowest < epsilon < math.inf:
                 step = loss.step(epsilon, self._rounds, at_epsilon is not None)
                 theta, finer = cumulants.tilt_for_mean(epsilon), self._coarse * step
@@ -264,6 +269,7 @@ def compose(
         convolution.add(starts, tilted, counts[rows])
     losses = h * (first + np.arange(size))
     far = max(abs(losses[0]), abs(losses[-1]), abs(at.mean))
+    certain = infinite
     slack = 4 * (exponents + max(theta, window.steep) * far + 1000 + size) * _ULP
     infinite = (infinite + math.exp(min(log_above - window.steep * losses[-1], 0.0))) * math.exp(slack)
     down = np.exp(-theta * (losses - at.mean))
@@ -271,7 +277,7 @@ def compose(
     scale = log - theta * at.mean + slack
     with np.errstate(over="ignore"):
         infinite = float(np.exp(math.log(infinite) - scale)) if infinite else 0.0
-    return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale)
+    return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale, certain)
 
 
 def _normalized(log_mass: Array) -> tuple[Array, float]:

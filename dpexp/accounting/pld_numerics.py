@@ -222,11 +222,8 @@ class Cumulants:
         δ = e^(K - θK') (B(θs) - B((1+θ)s)) with B(x) = e^(x²/2) Φ(-x)."""
         at = self.at(theta)
         x, s = theta * at.deviation, at.deviation
-        first = math.exp(x**2 / 2 + log_ndtr(-x))
-        if s > 1e-4:
-            between = first - math.exp((x + s) ** 2 / 2 + log_ndtr(-x - s))
-        else:
-            between = s * (1 / math.sqrt(2 * math.pi) - x * first)
+        first = _mills(x)
+        between = first - _mills(x + s) if s > 1e-4 else s * (1 / math.sqrt(2 * math.pi) - x * first)
         return at.log - theta * at.mean + math.log(max(between, 1e-300))
 
     def light_log_delta(self, epsilon: float) -> float:
@@ -262,6 +259,11 @@ class Cumulants:
         most 1 + θ(1+θ)h²/8, and adds at most h²/4 to its variance."""
         at, rounds = self.at(theta), float(self._counts.sum())
         return math.sqrt(min(1.2e-3 * at.deviation**2, 8e-4 * max(at.mean, at.deviation) / (1 + theta)) / rounds)
+
+
+def _mills(x: float) -> float:
+    """e^(x²/2) Φ(-x), with a relative error of at most 1e-8."""
+    return math.exp(x**2 / 2 + log_ndtr(-x)) if x < 1e4 else 1 / (x * math.sqrt(2 * math.pi))
 
 
 def cumulants_of(pairs: Sequence[Pair], counts: Array) -> Cumulants:

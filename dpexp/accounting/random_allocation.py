@@ -27,7 +27,7 @@ _SHIFT = 2.0**-42  # above the rounding errors of a loss after all additions, re
 _LEVEL = 14.0  # nats of a tail's mass, for which one distribution is computed
 _LEAST = -112.0  # logarithm of the smallest tail's mass
 _FARTHEST = 33.9  # standard deviations, at which Q's masses are 1e-250: times those of other rounds they still count
-MIN_Z = 0.04  # below it, the masses of a round have no room between e^_LEAST and 1e-250
+MIN_Z = 0.04  # below it there is too little between the masses of 1e-250 and a round's usual ones
 
 
 @dataclass(frozen=True)

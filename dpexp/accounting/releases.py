@@ -15,7 +15,6 @@ from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEven
 from dpexp.errors import ConfigError
 
 _ROUNDING = 1e-12  # relative: values of z closer than this count as equal
-MIN_AMPLIFIED_Z = 0.02  # below this z, sampling amplifies next to nothing and is ignored
 
 
 @dataclass(frozen=True)

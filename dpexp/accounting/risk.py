@@ -275,7 +275,8 @@ class Epsilon:
         def excess(log_mu: float) -> float:
             return GaussianMechanism(math.exp(log_mu)).delta(self.limit) - self.delta
 
-        return math.exp(brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12))
+        low, high = min(1e-12, self.delta), max(1e6, 2 * math.sqrt(self.limit))
+        return math.exp(brentq(excess, math.log(low), math.log(high), xtol=1e-12))
 
 
 @dataclass(frozen=True)

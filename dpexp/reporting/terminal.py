@@ -68,7 +68,7 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     if plan.calibration is not None:
         solved = plan.calibration
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
-        line = f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}"
+        line = f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}{solved.missed}"
         if held := CALIBRATABLE[solved.knob].held:
             line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
             line += " in place of " + ", ".join(f"{key}={value}" for key, value in replaced(cfg).items())

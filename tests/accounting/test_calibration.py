@@ -36,6 +36,19 @@ def test_every_knob(knob, target):
     assert epsilon(CALIBRATABLE[knob](better), 1e-5) > target, "the next better value would cost more"
 
 
+@pytest.mark.parametrize("target, accountant", [(1e4, "pld"), (1e6, "pld"), (1e9, "rdp")])
+def test_the_largest_targets_are_met(target, accountant):
+    solved = solve("noise_multiplier", CALIBRATABLE["noise_multiplier"], Epsilon(target, 1e-5), accountant, start=1.0)
+    assert target * (1 - 1e-3) <= solved.cost <= target and not solved.missed
+
+
+@pytest.mark.parametrize("rounds, target, missed", [(1000, 2.0, False), (20, 0.5, True)])
+def test_a_target_that_is_missed_by_more_than_the_precision_is_said(rounds, target, missed):
+    """The cost jumps from one number of rounds to the next; of a thousand, by less than 0.1 %."""
+    solved = solve("steps", lambda steps: ledger(1.0, 0.01, int(steps)), Epsilon(target, 1e-5), start=rounds)
+    assert bool(solved.missed) == missed == (solved.cost < target * (1 - 1e-3))
+
+
 def test_steps_is_the_last_round_that_is_affordable():
     solved = solve("steps", lambda steps: ledger(1.0, 0.01, int(steps)), Epsilon(2.0, 1e-5), start=100)
     assert solved.value == int(solved.value)
@@ -75,6 +88,8 @@ def test_an_affordable_end_of_the_range_is_taken():
         "sampling_rate", lambda q: ledger(1000 * q / 0.01, q, 10), Epsilon(5.0, 1e-5), start=0.01, lowest=1e-3
     )
     assert solved.value == pytest.approx(1e-3)
+    closest = "no value closer below privacy.epsilon=5 at privacy.delta=1e-05 was found between 0.001 and 1"
+    assert solved.missed == f" ({closest})"
     solved = solve("sampling_rate_at_fixed_noise", lambda q: ledger(1000.0, q, 10), Epsilon(5.0, 1e-5), start=0.01)
     assert solved.value == 1.0
 

@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import norm
+from scipy.optimize import brentq
+from scipy.stats import binom, norm
 from test_accountants import exact_gaussian, ledger
 
 from dpexp.accounting import pld, pld_numerics
@@ -71,3 +72,22 @@ def test_the_error_that_a_convolution_states_holds():
         mass, error = convolution.masses(120)
         off = float(np.linalg.norm(mass[: len(exact)] - exact))
         assert off <= error < 1e-11
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("z", [0.03, 1e-3, 1e-5])
+def test_with_next_to_no_noise_only_the_number_of_samples_counts(z, accountant):
+    """Who also sees which samples have the record, k of them, has δ = Σ P(k) δ_k. All that this adds to a round's loss
+    is at most -log q, or -log(1-q)."""
+    q, rounds, d = 0.01, 300, 1e-5
+    k = np.arange(1, 40)
+    weights, hidden = binom.pmf(k, rounds, q), -k * math.log(q) - (rounds - k) * math.log1p(-q)
+    mechanisms = [GaussianMechanism(math.sqrt(one) / z) for one in k]
+
+    def seen(epsilon, lost):
+        return sum(w * m.delta(epsilon + own) for w, m, own in zip(weights, mechanisms, lost, strict=True))
+
+    low = brentq(lambda e: seen(e, hidden) - d, 0.1 / z**2, 30 / z**2)
+    high = brentq(lambda e: seen(e, 0 * hidden) - d, 0.1 / z**2, 30 / z**2)
+    found = epsilon(ledger(z, q, rounds), d, accountant)
+    assert low * (1 - 1e-8) <= found <= high * (1 + (2e-4 if accountant == "pld" else 0.2))

@@ -114,3 +114,12 @@ def test_rounds_without_noise_to_speak_of_are_not_amplified_in_the_limit():
     """With z = 0.1, who is in which round is plain to see, and a record costs what one full round does less log t."""
     found, full = loss_of(0.1, 10, 1).epsilon(1e-5), GaussianMechanism(10.0).epsilon(1e-5)
     assert full - math.log(10) - 0.05 < found < full - math.log(10) + 0.05
+
+
+@pytest.mark.parametrize("z", [0.02, 0.0399, 0.04, 0.1, 1.0])
+@pytest.mark.parametrize("delta", [1e-200, 1e-60, 1e-20, 0.1])
+def test_no_mass_is_lost_at_the_ends_of_the_scale(z, delta):
+    """With chance 1/t the record is in the first round, whose ratio the epoch's is at least 1/t times."""
+    event = SamplingEvent("random_allocation", 0.5, 9, epoch=0, num_selected=1, num_steps=2)
+    found = epsilon(Ledger("add_remove", {Round(event, (SumQueryEvent("all", 1.0, z),)): 1}), delta)
+    assert GaussianMechanism(1 / z).epsilon(2 * delta) - math.log(2) <= found <= GaussianMechanism(1 / z).epsilon(delta)

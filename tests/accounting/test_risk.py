@@ -19,6 +19,7 @@ from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.risk import (
     FIGURES,
     TAIL,
+    Epsilon,
     MaxAdvantage,
     MaxTpr,
     advantage,
@@ -180,3 +181,11 @@ def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     assert f"In words: {words}" in card and f"μ = {up(expected['mu'], 4)}" in card
     account([run.info.run_id])
     assert f"by pld: {words}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "limit, delta, mu",
+    [(1e13, 1e-5, math.sqrt(2e13)), (1e300, 1e-5, math.sqrt(2e300)), (1e-300, 1e-15, 1e-15 * math.sqrt(2 * math.pi))],
+)
+def test_a_target_at_the_ends_of_the_scale_has_a_mu(limit, delta, mu):
+    assert Epsilon(limit, delta).mu == pytest.approx(mu, rel=1e-3)
