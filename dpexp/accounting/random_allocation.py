@@ -21,11 +21,10 @@ import numpy as np
 from dpexp.accounting.composition import MAX_CELLS, Array
 from dpexp.accounting.dominating_pairs import Cells, PairInCells, PoissonPair
 
-_POINTS = 1500  # of a grid
+_POINTS = 1800  # of a grid
 _ULP = 2.0**-53
 _SHIFT = 2.0**-42  # above the rounding errors of a loss after all additions, relative to 1 + |loss|
-_LEVEL = 14.0  # nats of a tail's mass, for which one distribution is computed
-_LEAST = -112.0  # logarithm of the smallest tail's mass
+_TAIL = 70.0  # tails of mass e^-70 = 4e-31 may be merged, so that smaller δ are not amplified
 _FARTHEST = 33.9  # standard deviations, at which Q's masses are 1e-250: times those of other rounds they still count
 MIN_Z = 0.04  # below it there is too little between the masses of 1e-250 and a round's usual ones
 
@@ -56,11 +55,11 @@ class _Ratio:
         with np.errstate(divide="ignore"):
             return np.exp(np.log(self.mass) + self.losses)  # where e^loss overflows, too
 
-    def without_tails(self, log_tail: float) -> "_Ratio":
-        """Tails of a mass below e^log_tail moved to zero and the first point, and to the last point and infinity."""
+    def without_tails(self) -> "_Ratio":
+        """Tails of a mass below e^-_TAIL moved to zero and the first point, and to the last point and infinity."""
         losses, p = self.losses, self.mass_of_p
-        low = int(np.searchsorted(np.cumsum(self.mass), math.exp(log_tail)))
-        high = len(p) - int(np.searchsorted(np.cumsum(p[::-1]), math.exp(log_tail)))
+        low = int(np.searchsorted(np.cumsum(self.mass), math.exp(-_TAIL)))
+        high = len(p) - int(np.searchsorted(np.cumsum(p[::-1]), math.exp(-_TAIL)))
         below, above = losses[:low] - losses[low], losses[high:] - losses[high - 1]
         mass = self.mass[low:high].copy()
         mass[0] += self.mass[:low] @ np.exp(below)
@@ -70,9 +69,9 @@ class _Ratio:
         return _Ratio(float(losses[low]), self.h, mass, zero, infinite)
 
 
-def _one(z: float, log_tail: float) -> _Ratio:
+def _one(z: float) -> _Ratio:
     """The ratio of a round. Q's masses at the losses L are P's at -L, by symmetry; P's rest is below 2 e^(-far²/2)."""
-    far = min(math.sqrt(-2 * log_tail), _FARTHEST - 1 / z)
+    far = min(math.sqrt(2 * _TAIL), _FARTHEST - 1 / z)
     most = (far + 1 / (2 * z)) / z
     h = 2 * most / _POINTS
     start, mass, zero = PoissonPair(z, 1.0, 0.5).discretized(h, -most, -(far**2) / 2, most)
@@ -102,15 +101,14 @@ def _mean(one: _Ratio, other: _Ratio, weight: float) -> _Ratio:
 
 
 @lru_cache(maxsize=64)
-def _ratio(z: float, steps: int, level: int) -> _Ratio:
-    """The ratio of an epoch of `steps` rounds. Tails of mass e^(level · _LEVEL) may be merged."""
-    log_tail = max(level * _LEVEL, _LEAST)
-    one = found = _one(z, log_tail)
+def _ratio(z: float, steps: int) -> _Ratio:
+    """The ratio of an epoch of `steps` rounds."""
+    one = found = _one(z)
     count = 1
     for bit in bin(steps)[3:]:
-        found, count = _mean(found, found, 0.5).without_tails(log_tail), 2 * count
+        found, count = _mean(found, found, 0.5).without_tails(), 2 * count
         if bit == "1":
-            found, count = _mean(found, one, count / (count + 1)).without_tails(log_tail), count + 1
+            found, count = _mean(found, one, count / (count + 1)).without_tails(), count + 1
     return found
 
 
@@ -129,15 +127,15 @@ class RandomAllocationPair(PairInCells):
     def reverse(self) -> "RandomAllocationPair":
         return replace(self, is_removed=not self.is_removed)
 
-    def _loss(self, log_tail: float) -> tuple[Array, Array, float]:
+    def _loss(self) -> tuple[Array, Array, float]:
         """Losses, their masses, and that of the infinite loss."""
-        ratio = _ratio(self.z, self.steps, math.floor(log_tail / _LEVEL))
+        ratio = _ratio(self.z, self.steps)
         if self.is_removed:
             return ratio.losses, ratio.mass_of_p, ratio.infinite
         return -ratio.losses[::-1], ratio.mass[::-1], ratio.zero
 
     def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
-        losses, mass, infinite = self._loss(log_tail)
+        losses, mass, infinite = self._loss()
         losses = losses + _SHIFT * (1 + np.abs(losses))
         mass = mass * (1 + (len(mass) + 32) * _ULP)
         first = math.floor(max(losses[0], lowest) / h)
@@ -156,6 +154,6 @@ class RandomAllocationPair(PairInCells):
         )
 
     def points(self, step: float) -> tuple[Array, Array]:
-        losses, mass, _ = self._loss(-3 * _LEVEL)
+        losses, mass, _ = self._loss()
         with np.errstate(divide="ignore"):
             return losses, np.log(mass)
