@@ -27,7 +27,6 @@ from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import SAMPLE_SIZE, MetricEstimates
-from dpexp.privacy.sampling.policies import RandomAllocation
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
@@ -100,12 +99,12 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
 
 def _allocation(plan: PrivacyPlan) -> str:
     """What random allocation means for a plan; empty for another policy."""
-    if not isinstance(plan.sampling, RandomAllocation):
+    event = plan.sampling.event(plan.n, 0)
+    if event.num_steps is None:
         return ""
-    per_epoch = plan.sampling.rounds_per_epoch
-    last = f", the last one too, of only {rest} rounds" if (rest := plan.rounds % per_epoch) else ""
+    last = f", the last one too, of only {rest} rounds" if (rest := plan.rounds % event.num_steps) else ""
     return (
-        f", each record in {plan.sampling.num_selected} of an epoch's {per_epoch} rounds; the first charges a whole "
+        f", each record in {event.num_selected} of an epoch's {event.num_steps} rounds; the first charges a whole "
         f"epoch{last}, and what an interruption leaves of one is lost"
     )
 
