@@ -13,6 +13,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 
 from dpexp.accounting.composition import log_mixed
 from dpexp.accounting.releases import Release
+from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
 
 SMALLEST_DELTA = 1e-10  # below it, rounding errors of dp-accounting's convolutions count
@@ -28,7 +29,7 @@ def estimates(found: Mapping[Release, int], delta: float, near: float) -> tuple[
         ConfigError: dp-accounting has no privacy loss distribution for a release, or δ is too small for it.
     """
     if delta < SMALLEST_DELTA:
-        raise ConfigError(f"δ = {delta:g} is below {SMALLEST_DELTA:g}, where its rounding errors count.")
+        raise ConfigError(f"δ = {up(delta, 6)} is below {SMALLEST_DELTA:g}, where its rounding errors count.")
     widest = max((_width(release) for release in found), default=0.0)
     coarsest = widest / max(_MOST_POINTS // max(len(found), 1), _FEWEST_POINTS)
     step = max(max(near, _LEAST) * max(1e-3 / max(sum(found.values()), 1), _FINEST), coarsest)

@@ -182,7 +182,8 @@ def _counted(event: Any, count: int) -> dict[str, Any]:
 
 def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
-    console.print(f"ε = {guarantee['epsilon']} by pld at δ = {guarantee['delta']:g}, {holds}; {len(ledger)} rounds")
+    rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
+    console.print(f"ε = {rounded} by pld at δ = {at}, {holds}; {len(ledger)} rounds")
     console.print(
         f"In words: {in_words({name: guarantee[name] for name in FIGURES if guarantee[name] is not None}, ledger.unit)}"
     )
