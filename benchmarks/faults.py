@@ -367,7 +367,7 @@ FAULTS = [
           "certificate -k 'differs or doctored'"),
     fault("any ε agrees with dp-accounting", "commands/certificate.py", "if low <= claimed <= LOOSEST * high", "if low",
           "certificate -k differs"),
-    fault("dp-accounting replaces a record with null", "accounting/independent.py", "(2 * z, neighboring", "(z, neighboring",
+    fault("dp-accounting replaces a record with null", "accounting/independent.py", "(2 * z, ", "(z, ",
           "certificate -k each_policy"),
     fault("calibration stops above the target", "accounting/calibration.py", "<= cost <= self._limit:",
           "<= cost <= self._limit * 1.01:", "calibration -k knob"),
