@@ -13,10 +13,9 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 
 from dpexp.accounting.composition import log_mixed
 from dpexp.accounting.releases import Release
-from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
 
-SMALLEST_DELTA = 1e-10  # below it, rounding errors of dp-accounting's convolutions count
+SMALLEST_DELTA, LARGEST_EPSILON = 1e-10, 500.0  # beyond them, dp-accounting's rounding errors count
 _LEAST, _FINEST = 1e-3, 1e-6  # ε; step of the grid relative to it: composed losses have a few times 1e6 points
 _MOST_POINTS, _FEWEST_POINTS = 2**19, 2**12  # of the losses of all distinct releases; and of each at least
 _TAIL = 10.5  # standard deviations; beyond it, dp-accounting ignores a mass of e^-50
@@ -26,10 +25,12 @@ def estimates(found: Mapping[Release, int], delta: float, near: float) -> tuple[
     """The optimistic and the pessimistic ε of releases with their counts, on a grid fine enough for an ε `near` it.
 
     Raises:
-        ConfigError: dp-accounting has no privacy loss distribution for a release, or δ is too small for it.
+        ConfigError: dp-accounting has no privacy loss distribution for a release, or is not exact enough at δ or ε.
     """
-    if delta < SMALLEST_DELTA:
-        raise ConfigError(f"δ = {up(delta, 6)} is below {SMALLEST_DELTA:g}, where its rounding errors count.")
+    if delta < SMALLEST_DELTA or near > LARGEST_EPSILON:
+        raise ConfigError(
+            f"its rounding errors count at a δ below {SMALLEST_DELTA:g} or an ε above {LARGEST_EPSILON:g}."
+        )
     widest = max((_width(release) for release in found), default=0.0)
     coarsest = widest / max(_MOST_POINTS // max(len(found), 1), _FEWEST_POINTS)
     step = max(max(near, _LEAST) * max(1e-3 / max(sum(found.values()), 1), _FINEST), coarsest)

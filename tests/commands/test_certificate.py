@@ -80,7 +80,12 @@ def test_a_certificate_of_each_policy_agrees_with_dp_accounting(name, certified,
     "run, delta, missing",
     [
         (of("fixed_size", "replace_one"), "1e-5", "it has no privacy loss distribution for fixed_size"),
-        (of("poisson", "add_remove"), "1e-12", "δ = 1e-12 is below 1e-10"),
+        (of("poisson", "add_remove"), "1e-12", "its rounding errors count at a δ below 1e-10"),
+        (
+            of("all", "add_remove", z=1e-7, q=1.0),
+            "1e-5",
+            "its rounding errors count at a δ below 1e-10 or an ε above 500",
+        ),
     ],
 )
 def test_what_dp_accounting_lacks_is_named(run, delta, missing, certified, capsys):
