@@ -28,9 +28,7 @@ def estimates(found: Mapping[Release, int], delta: float, near: float) -> tuple[
         ConfigError: dp-accounting has no privacy loss distribution for a release, or is not exact enough at δ or ε.
     """
     if delta < SMALLEST_DELTA or near > LARGEST_EPSILON:
-        raise ConfigError(
-            f"its rounding errors count at a δ below {SMALLEST_DELTA:g} or an ε above {LARGEST_EPSILON:g}."
-        )
+        raise ConfigError(f"it is not exact at a δ below {SMALLEST_DELTA:g} or an ε above {LARGEST_EPSILON:g}.")
     widest = max((_width(release) for release in found), default=0.0)
     coarsest = widest / max(_MOST_POINTS // max(len(found), 1), _FEWEST_POINTS)
     step = max(max(near, _LEAST) * max(1e-3 / max(sum(found.values()), 1), _FINEST), coarsest)
@@ -52,9 +50,7 @@ def _loss(release: Release, upper: bool, step: float) -> pld.PrivacyLossDistribu
         case "poisson_replaced":  # one contribution by its opposite: two sensitivities apart
             return pld.from_gaussian_mechanism(2 * z, neighboring_relation=Relation.REPLACE_ONE, **sampled)
         case "truncated_poisson" if upper:
-            return pld.from_truncated_subsampled_gaussian_mechanism(
-                release.n, release.q, release.maximum, z, step, neighboring_relation=Relation.REPLACE_SPECIAL
-            )
+            return pld.from_truncated_subsampled_gaussian_mechanism(release.n, release.q, release.maximum, z, step)
         case "poisson" | "truncated_poisson":  # which costs at least as much as without a maximum
             return pld.from_gaussian_mechanism(z, **sampled)
     raise ConfigError(f"it has no privacy loss distribution for {release.policy}.")

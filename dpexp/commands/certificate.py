@@ -1,7 +1,4 @@
-"""`python -m dpexp certificate` states a run's guarantee in JSON, to be read without dpexp, and `verify` checks it.
-
-It answers what NIST SP 800-226 (Guidelines for Evaluating Differential Privacy Guarantees, 2025) asks of a guarantee.
-"""
+"""`python -m dpexp certificate`: what NIST SP 800-226 asks of a guarantee, in JSON; and `verify`, which checks that."""
 
 import hashlib
 import json
@@ -37,8 +34,7 @@ TERMS = {
     "guarantee": "P(M(D) in A) <= exp(epsilon) * P(M(D') in A) + delta for neighbouring data sets D and D' and every "
     "event A, where M is all that the run gives away: weights, checkpoints, logs and metrics. All numbers are upper "
     f"bounds. advantage is TPR - FPR of any test for one record; mu holds up to a probability of {TAIL:g}.",
-    "trust_model": "Central: who trains sees the records. The adversary sees all that the run gives away, and may know "
-    "the code and every other record.",
+    "trust_model": "Central: who trains is trusted; who sees what the run gives away may know code and other records.",
     "public": "All numbers in run, such as n; configuration, constants, initial weights; validation and test sets.",
     "assumed": "The training step is a function of one record, the weights and random numbers. Code is honest, though "
     "it may be mistaken. The keys of random numbers are secret, and ChaCha20 cannot be told from random numbers.",
@@ -57,17 +53,16 @@ TERMS = {
 @dataclass
 class Options:
     delta: float | None = None
-    uri: str | None = None
 
 
 def certificate(arguments: Sequence[str]) -> Path:
     """Writes the certificate of a run beside its ledger, and returns its path."""
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
-    file = _file([argument for argument in arguments if not is_option(argument)], cfg.uri)
+    file = _file([argument for argument in arguments if not is_option(argument)])
     source = source_of(str(file.parent if file.name == "ledger.jsonl" else file), "")
     statement = _statement(file, source.ledger, delta_of(cfg.delta, [source.delta]))
     path = file.with_suffix(SUFFIX)
-    path.write_text(json.dumps(statement, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(statement, indent=1) + "\n")
     _print(statement, source.ledger)
     console.print(f"Certificate: {path}", markup=False, highlight=False)
     return path
@@ -79,7 +74,7 @@ def verify(arguments: Sequence[str]) -> None:
     Raises:
         ClaimRefuted: the ledger was changed, says something else or costs more, or dp-accounting disagrees.
     """
-    path = _file(arguments, None)
+    path = _file(arguments)
     path = path if path.suffix == ".json" else path.with_suffix(SUFFIX)
     said, file = _read(path)
     delta, claimed, ledger = said["guarantee"]["delta"], said["guarantee"]["epsilon"], ledger_so_far(file)
@@ -87,9 +82,10 @@ def verify(arguments: Sequence[str]) -> None:
     if (found := own["run"]["ledger"]["sha256"]) != said["run"]["ledger"].get("sha256"):
         raise ClaimRefuted(f"the ledger {file} is not the one that {path} certifies: its SHA-256 is {found}.")
     _print(own, ledger)
-    wrong = [f"run.{key} is not what the ledger says" for key in own["run"] if said["run"].get(key) != own["run"][key]]
-    for name, found in own["guarantee"].items():
-        claim = said["guarantee"].get(name)
+    facts, run = own["run"], said["run"]
+    wrong = [f"run.{key} is not what the ledger says" for key in facts | run if run.get(key) != facts.get(key)]
+    for name in own["guarantee"] | said["guarantee"]:
+        claim, found = said["guarantee"].get(name), own["guarantee"].get(name)
         if claim != found and not (is_number(claim) and is_number(found) and claim >= found * (1 - _TOLERANCE)):
             wrong.append(f"its {name} is {claim!s:.60}, where the ledger costs {found}")
     other = f"dp-accounting {version('dp-accounting')}"
@@ -105,7 +101,7 @@ def verify(arguments: Sequence[str]) -> None:
     console.print(f"[bold]Verified[/]: the certificate says what its ledger does, and ε = {claimed} is no less.")
 
 
-def _file(named: Sequence[str], uri: str | None) -> Path:
+def _file(named: Sequence[str]) -> Path:
     """The ledger, or the certificate, that a command line names: by its path, its folder or its run's id in MLflow."""
     if len(named) != 1:
         raise ConfigError(f"one run must be given, not {' and '.join(named) or 'none'}; see --help.")
@@ -113,7 +109,7 @@ def _file(named: Sequence[str], uri: str | None) -> Path:
     if not path.exists() and not path.suffix:
         from dpexp.tracking.read import output_of
 
-        path = output_of(uri or tracking_uri(), named[0])
+        path = output_of(tracking_uri(), named[0])
     return path / "ledger.jsonl" if path.is_dir() else path
 
 

@@ -55,9 +55,8 @@ first.""",
     "certificate": """\
 `python -m dpexp certificate RUN [key=value ...]` states what a run guarantees, in JSON beside its ledger.
 
-RUN is a job's output folder, the MLflow run id of a job of this machine, or a ledger file, which needs delta. Options:
-    delta=1e-5        default: the run's own
-    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+RUN is a job's output folder, the MLflow run id of a job of this machine, or a ledger file. Options:
+    delta=1e-5        default: that of the job""",
     "evaluate": """\
 `python -m dpexp evaluate RUN` measures a trained model on its test set once more.
 

@@ -59,6 +59,8 @@ def doctored(certified, tmp_path):
     def change(run, section, name, value):
         said = certified(run)
         said[section][name] = value
+        if value is None:
+            del said[section][name]
         (tmp_path / "ledger.certificate.json").write_text(json.dumps(said))
 
     return change
@@ -80,11 +82,11 @@ def test_a_certificate_of_each_policy_agrees_with_dp_accounting(name, certified,
     "run, delta, missing",
     [
         (of("fixed_size", "replace_one"), "1e-5", "it has no privacy loss distribution for fixed_size"),
-        (of("poisson", "add_remove"), "1e-12", "its rounding errors count at a δ below 1e-10"),
+        (of("poisson", "add_remove"), "1e-12", "it is not exact at a δ below 1e-10"),
         (
             of("all", "add_remove", z=1e-7, q=1.0),
             "1e-5",
-            "its rounding errors count at a δ below 1e-10 or an ε above 500",
+            "it is not exact at a δ below 1e-10 or an ε above 500",
         ),
     ],
 )
@@ -195,11 +197,13 @@ def test_an_epsilon_that_differs_is_refuted(factor, refuted, doctored, capsys):
         ("guarantee", "mu", 0.1, "its mu is 0.1, where the ledger costs"),
         ("guarantee", "mu", "little", "its mu is little, where the ledger costs"),
         ("guarantee", "epsilon_at_delta_1e-12", 1, "its epsilon_at_delta_1e-12 is 1, where the ledger costs"),
+        ("guarantee", "epsilon_at_delta_0.5", 0, "its epsilon_at_delta_0.5 is 0, where the ledger costs None"),
         ("guarantee", "delta", 1e-7, "its epsilon is 1.118.*, where the ledger costs 1.494"),
         ("run", "adjacency", "add_remove", "run.adjacency is not what the ledger says"),
         ("run", "private", False, "run.private is not what the ledger says"),
         ("run", "releases", [], "run.releases is not what the ledger says"),
         ("run", "rounds", None, "run.rounds is not what the ledger says"),
+        ("run", "public", True, "run.public is not what the ledger says"),
     ],
 )
 def test_a_doctored_certificate_is_refuted_without_dp_accounting_too(section, name, value, said, doctored):
