@@ -33,10 +33,12 @@ sweep.register_sweepers()
 # Imported when they are called: most need torch.
 FUNCTIONS = {
     "account": "dpexp.commands.account",
+    "certificate": "dpexp.commands.certificate",
     "evaluate": "dpexp.commands.saved_jobs",
     "predict": "dpexp.commands.saved_jobs",
     "schema": "dpexp.commands.table_schema",
     "schema-of-options": "dpexp.commands.schema_of_options",
+    "verify": "dpexp.commands.certificate",
 }
 HELP = {"--help", "-h"}
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)

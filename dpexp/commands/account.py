@@ -60,7 +60,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
         return account_data_set(arguments)
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     uri = cfg.uri or tracking_uri()
-    sources = [_source(argument, uri) for argument in arguments if not is_option(argument)]
+    sources = [source_of(argument, uri) for argument in arguments if not is_option(argument)]
     if not sources:
         raise ConfigError("account needs a ledger file, an output folder or an MLflow run id; see account --help.")
     if cfg.adjacency is not None:
@@ -69,7 +69,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
         sources = [replace(one, ledger=replace(one.ledger, adjacency=cfg.adjacency)) for one in sources]
     ledgers = [source.ledger for source in sources]
     ledger, together = concatenate(ledgers), _together(ledgers)
-    at = _delta(cfg.delta, [source.delta for source in sources])
+    at = delta_of(cfg.delta, [source.delta for source in sources])
     names = applicable_accountants(ledger) if cfg.accountant == "all" else cfg.accountant.replace(" ", "").split(",")
     costs = {name: max(epsilon(one, at, name) for one in together) for name in names}
     _print(ledger, sources, at, costs, cfg.epsilon)
@@ -91,13 +91,13 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     return costs
 
 
-def _source(name: str, uri: str) -> Source:
+def source_of(name: str, uri: str) -> Source:
     path = Path(name)
     if not path.exists() and not path.suffix:
         from dpexp.tracking.read import downloaded_run
 
         with downloaded_run(uri, name) as folder:
-            return replace(_source(str(folder), uri), name=name)
+            return replace(source_of(str(folder), uri), name=name)
     if not path.is_dir():
         return Source(name, ledger_so_far(path))
     said = OmegaConf.load(path / "config.yaml") if (path / "config.yaml").exists() else OmegaConf.create()
@@ -120,7 +120,7 @@ def _say_parts(ledgers: Sequence[Ledger]) -> None:
         console.print("In sequence: all costs add up, but for disjoint parts of one rule under add_remove.")
 
 
-def _delta(given: float | None, deltas: Sequence[float | None]) -> float:
+def delta_of(given: float | None, deltas: Sequence[float | None]) -> float:
     """The δ that is given, or that of all runs."""
     found = {delta for delta in deltas if delta is not None} if given is None else {given}
     if len(found) != 1:
@@ -205,7 +205,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     elif len(budgets) > 1:
         raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
     given = kept.delta if cfg.delta is None and kept else cfg.delta
-    at = _delta(given, [cost.delta for cost in costs])
+    at = delta_of(given, [cost.delta for cost in costs])
     runs = f"{len(costs)} run{'s' * (len(costs) != 1)}"
     console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(at, 4)}")
     for cost in costs:

@@ -52,6 +52,11 @@ It takes the overrides of a job: `audit group=conv_fc mechanism=joint sampling=f
 have a coordinate each are put into the data; callback, Trainer, sampler, noise and ledger are the job's. The exit
 status is not 0 if a claim is refuted. An audit can refute a claim, and never proves one. A job with audit=dirac trains
 first.""",
+    "certificate": """\
+`python -m dpexp certificate RUN [key=value ...]` states what a run guarantees, in JSON beside its ledger.
+
+RUN is a job's output folder, the MLflow run id of a job of this machine, or a ledger file. Options:
+    delta=1e-5        default: that of the job""",
     "evaluate": """\
 `python -m dpexp evaluate RUN` measures a trained model on its test set once more.
 
@@ -78,6 +83,10 @@ Options:
     unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
     "schema-of-options": """\
 `python -m dpexp schema-of-options` prints a JSON schema of the configuration, which lets an editor check YAML.""",
+    "verify": """\
+`python -m dpexp verify CERTIFICATE` computes a certificate again: from the ledger beside it, and ε by dp-accounting.
+
+CERTIFICATE is a file, or a run as `certificate` takes it. The exit status is not 0 if it is refuted.""",
     "version": "`python -m dpexp version` prints the version of dpexp.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.

@@ -6,10 +6,11 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any
 
+from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.risk import in_words
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.terminal import RECALL, before_training, measured, neighbours, range_of
+from dpexp.reporting.terminal import RECALL, before_training, measured, range_of
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;

@@ -19,6 +19,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
+from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.risk import in_words
 from dpexp.accounting.rounding import down, up
 from dpexp.config import replaced
@@ -32,15 +33,6 @@ console = Console()
 _MAX_NAMES = 40  # of parameters
 RECALL = "test_recall_"  # of class 0, 1, …
 _MAX_RECALLS = 5  # classes
-
-
-def neighbours(adjacency: str, unit: str = "record") -> str:
-    """The relation of adjacent data sets, in words."""
-    return {
-        "add_remove": f"for adding or removing one {unit}",
-        "replace_one": f"for replacing one {unit} by another",
-        "replace_null": f"for replacing one {unit} by the null {unit}",
-    }[adjacency]
 
 
 def _print(text: str) -> None:

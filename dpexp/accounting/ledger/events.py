@@ -37,6 +37,15 @@ def _check_ratio(owner: str, name: str, S: float, scale: float) -> None:
         )
 
 
+def neighbours(adjacency: str, unit: str = "record") -> str:
+    """The relation of adjacent data sets, in words."""
+    return {
+        "add_remove": f"for adding or removing one {unit}",
+        "replace_one": f"for replacing one {unit} by another",
+        "replace_null": f"for replacing one {unit} by the null {unit}",
+    }[adjacency]
+
+
 def unit(record: Mapping[str, Any] | None) -> str:
     """The privacy unit in words. Only ledgers of the same unit may be composed."""
     if record is None:

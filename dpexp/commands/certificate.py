@@ -1,0 +1,189 @@
+"""`python -m dpexp certificate`: what NIST SP 800-226 asks of a guarantee, in JSON; and `verify`, which checks that."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.coverage import SENSITIVITY
+from dpexp.accounting.independent import estimates
+from dpexp.accounting.ledger import Ledger, incomplete_reason, ledger_so_far
+from dpexp.accounting.ledger.events import is_number, neighbours
+from dpexp.accounting.releases import releases
+from dpexp.accounting.risk import FIGURES, TAIL, in_words, risk
+from dpexp.accounting.rounding import up
+from dpexp.commands.account import console, delta_of, source_of
+from dpexp.commands.command_line import is_option, read_options
+from dpexp.config import tracking_uri
+from dpexp.errors import ClaimRefuted, ConfigError
+from dpexp.tracking.job_folder import RUN, finished_result
+
+VERSION, SUFFIX = 1, ".certificate.json"
+LOOSEST = 1.01  # the largest ε that agrees with dp-accounting, over its pessimistic one
+_CURVE = [float(f"1e-{k}") for k in range(3, 13)]  # δ
+_TOLERANCE = 1e-4  # relative, of bounds: between versions of dpexp, and between processors
+TERMS = {
+    "guarantee": "P(M(D) in A) <= exp(epsilon) * P(M(D') in A) + delta for neighbouring data sets D and D' and every "
+    "event A, where M is all that the run gives away: weights, checkpoints, logs and metrics. All numbers are upper "
+    f"bounds. advantage is TPR - FPR of any test for one record; mu holds up to a probability of {TAIL:g}.",
+    "trust_model": "Central: who trains is trusted; who sees what the run gives away may know code and other records.",
+    "public": "All numbers in run, such as n; configuration, constants, initial weights; validation and test sets.",
+    "assumed": "The training step is a function of one record, the weights and random numbers. Code is honest, though "
+    "it may be mistaken. The keys of random numbers are secret, and ChaCha20 cannot be told from random numbers.",
+    "several_runs": "Only this run is covered. Choosing by looking at several private runs, as of hyperparameters, "
+    "costs what all of them cost together, which `python -m dpexp account` computes.",
+    "floating_point": "epsilon is that of exact real numbers. The rounding of sums, forward passes and noise (float64, "
+    "from 63-bit uniforms) is not covered; that of one record's contribution is.",
+    "not_covered": "Time and memory, terminals, error files, and what not_private_reason names.",
+    "rounds": "What the ledger says happened, each written before its result was used: vectors of L2 norm at most S "
+    "were summed over a sample at rate q, and noise of standard deviation sigma was added to each sum.",
+    "releases": "What of it one record can be in, count times each, with probability q: z is noise over sensitivity, "
+    "(sum of (S/sigma)^2)^(-1/2) of a round over sensitivity_in_S; of laplace, scale over L1 sensitivity.",
+}
+
+
+@dataclass
+class Options:
+    delta: float | None = None
+
+
+def certificate(arguments: Sequence[str]) -> Path:
+    """Writes the certificate of a run beside its ledger, and returns its path."""
+    cfg: Options = read_options(Options, [*filter(is_option, arguments)])
+    file = _file([argument for argument in arguments if not is_option(argument)])
+    source = source_of(str(file.parent if file.name == "ledger.jsonl" else file), "")
+    statement = _statement(file, source.ledger, delta_of(cfg.delta, [source.delta]))
+    path = file.with_suffix(SUFFIX)
+    path.write_text(json.dumps(statement, indent=1) + "\n")
+    _print(statement, source.ledger)
+    console.print(f"Certificate: {path}", markup=False, highlight=False)
+    return path
+
+
+def verify(arguments: Sequence[str]) -> None:
+    """Checks a certificate, or that of a run, against its ledger, and its ε against dp-accounting.
+
+    Raises:
+        ClaimRefuted: the ledger was changed, says something else or costs more, or dp-accounting disagrees.
+    """
+    path = _file(arguments)
+    path = path if path.suffix == ".json" else path.with_suffix(SUFFIX)
+    said, file = _read(path)
+    delta, claimed, ledger = said["guarantee"]["delta"], said["guarantee"]["epsilon"], ledger_so_far(file)
+    own = json.loads(json.dumps(_statement(file, ledger, delta)))
+    if (found := own["run"]["ledger"]["sha256"]) != said["run"]["ledger"].get("sha256"):
+        raise ClaimRefuted(f"the ledger {file} is not the one that {path} certifies: its SHA-256 is {found}.")
+    _print(own, ledger)
+    facts, run = own["run"], said["run"]
+    wrong = [f"run.{key} is not what the ledger says" for key in facts | run if run.get(key) != facts.get(key)]
+    for name in own["guarantee"] | said["guarantee"]:
+        claim, found = said["guarantee"].get(name), own["guarantee"].get(name)
+        if claim != found and not (is_number(claim) and is_number(found) and claim >= found * (1 - _TOLERANCE)):
+            wrong.append(f"its {name} is {claim!s:.60}, where the ledger costs {found}")
+    other = f"dp-accounting {version('dp-accounting')}"
+    try:
+        low, high = estimates(releases(ledger), delta, epsilon(ledger, delta))
+        between = f"{other} finds ε between {low:.6g} (optimistic) and {high:.6g} (pessimistic)"
+        console.print(f"{between}.")
+        wrong += [] if low <= claimed <= LOOSEST * high else [f"{between}, where {claimed} is claimed"]
+    except ConfigError as error:
+        console.print(f"Not recomputed by {other}: {error}")
+    if wrong:
+        raise ClaimRefuted(f"{path} is refuted: {'; '.join(wrong)}.")
+    console.print(f"[bold]Verified[/]: the certificate says what its ledger does, and ε = {claimed} is no less.")
+
+
+def _file(named: Sequence[str]) -> Path:
+    """The ledger, or the certificate, that a command line names: by its path, its folder or its run's id in MLflow."""
+    if len(named) != 1:
+        raise ConfigError(f"one run must be given, not {' and '.join(named) or 'none'}; see --help.")
+    path = Path(named[0])
+    if not path.exists() and not path.suffix:
+        from dpexp.tracking.read import output_of
+
+        path = output_of(tracking_uri(), named[0])
+    return path / "ledger.jsonl" if path.is_dir() else path
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Path]:
+    """The content of a certificate, and the file of its ledger."""
+    try:
+        said: dict[str, Any] = json.loads(path.read_bytes())
+        file = path.parent / Path(said["run"]["ledger"]["file"]).name
+        numbers = said["guarantee"]["delta"], said["guarantee"]["epsilon"]
+        if said["dpexp_certificate"] != VERSION or not all(map(is_number, numbers)):
+            raise ValueError
+        return said, file
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        advice = "name one that `python -m dpexp certificate RUN` wrote"
+        raise ConfigError(f"{path} is no certificate of version {VERSION} that can be read; {advice}.") from error
+
+
+def _statement(path: Path, ledger: Ledger, delta: float) -> dict[str, Any]:
+    """The content of a certificate: what follows from the ledger at `path`, the terms, and what computed it."""
+    figures, content = risk(ledger).figures(), path.read_bytes()
+    return {
+        "dpexp_certificate": VERSION,
+        "guarantee": {
+            "epsilon": _bound(epsilon(ledger, delta)),
+            "delta": delta,
+            **{name: _bound(figures.get(name, math.inf)) for name in FIGURES},
+            **{f"epsilon_at_delta_{at:g}": _bound(epsilon(ledger, at)) for at in _CURVE},
+        },
+        "run": {
+            "private": ledger.not_private_reason is None,
+            "not_private_reason": ledger.not_private_reason,
+            "privacy_unit": ledger.unit,
+            "adjacency": ledger.adjacency,
+            "holds": neighbours(ledger.adjacency, ledger.unit),
+            "sensitivity_in_S": SENSITIVITY[ledger.adjacency],
+            "accountant": "pld",
+            "ledger": {
+                "file": path.name,
+                "sha256": hashlib.sha256(content).hexdigest(),
+                "run": json.loads(content.partition(b"\n")[0]).get("run"),
+                "complete": not ledger.incomplete,
+                "part_of_data": str(ledger.part) if ledger.part else None,
+            },
+            "releases": [_counted(replace(r, z=float(f"{r.z:.12g}")), count) for r, count in releases(ledger).items()],
+            "rounds": [_counted(round_, count) for round_, count in ledger.rounds.items()],
+        },
+        "terms": TERMS,
+        "made": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "mlflow_run_id": (finished_result(path.parent) or {}).get(RUN),
+            **{name: version(name) for name in ("dpexp", "dp_accounting", "numpy", "scipy", "torch")},
+        },
+    }
+
+
+def _bound(value: float) -> float | None:
+    """An upper bound, rounded up; None if it is infinite."""
+    return float(up(value, 6)) if math.isfinite(value) else None
+
+
+def _counted(event: Any, count: int) -> dict[str, Any]:
+    """The attributes of a round or a release that are not None, and how often it happened."""
+    facts = asdict(event, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
+    return {"count": count, **facts}
+
+
+def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
+    guarantee, holds = statement["guarantee"], statement["run"]["holds"]
+    rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
+    console.print(f"ε = {rounded} by pld at δ = {at}, {holds}; {len(ledger)} rounds")
+    console.print(
+        f"In words: {in_words({name: guarantee[name] for name in FIGURES if guarantee[name] is not None}, ledger.unit)}"
+    )
+    if ledger.not_private_reason is not None:
+        console.print(f"[bold red]ε does not cover all that the run shows[/]: {escape(ledger.not_private_reason)}.")
+    if ledger.incomplete:
+        console.print(f"[bold red]The ledger ends early[/]: {escape(incomplete_reason(ledger))}.")
