@@ -87,7 +87,7 @@ def test_many_epochs_cost_what_pld_accounting_says(z, steps, epochs, delta, low,
     assert low <= loss_of(z, steps, epochs).epsilon(delta) <= high
 
 
-@pytest.mark.parametrize("steps", [2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("steps", [2, 7, 300])
 @pytest.mark.parametrize("z", [0.1, 0.5, 2.0, 50.0, 1e5])
 def test_masses_are_those_of_a_pair(z, steps):
     """Each has mass 1, and what P has above Q is what Q has below P."""
@@ -101,7 +101,7 @@ def test_masses_are_those_of_a_pair(z, steps):
     assert removed.reverse == added and added.reverse == removed
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 @given(st.floats(0.3, 20), st.integers(2, 16), st.integers(1, 50), st.sampled_from([1e-3, 1e-6]))
 def test_it_costs_less_than_one_full_round_an_epoch_and_falls_with_noise_and_steps(z, steps, epochs, delta):
     found = loss_of(z, steps, epochs).epsilon(delta)
