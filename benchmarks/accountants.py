@@ -133,7 +133,7 @@ def asked(name: str, python: str, arguments: list[str]) -> dict:
         key: value for line in run.stdout.splitlines() if line[0] == "{" for key, value in json.loads(line).items()
     }
     said = ([line for line in run.stderr.splitlines() if line.strip()] or [""])[-1]
-    if run.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if run.returncode == -signal.SIGXCPU:
         found["failure"] = "> 60 s"
     elif run.returncode and ("Memory" in said or "memory allocation" in run.stderr):
         found["failure"] = "> 4 GiB"

@@ -85,7 +85,7 @@ if __name__ == "__main__":
     importlib.import_module(module)
     print(json.dumps({"version": importlib.metadata.version(distribution)}), flush=True)
     began = time.process_time()
-    resource.setrlimit(resource.RLIMIT_CPU, (int(began) + SECONDS, int(began) + SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(began) + SECONDS, -1))
     resource.setrlimit(resource.RLIMIT_DATA, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + BYTES,) * 2)
     z, q, delta = float(sys.argv[2]), float(sys.argv[3]), float(sys.argv[5])
     found = float(ask(name.lower(), z, q, int(sys.argv[4]), delta, sys.argv[6]))
