@@ -98,7 +98,7 @@ class PrivateTraining:
         self._has_metrics = any(group.is_metric for group in plan.groups)
         self._norm_layers: list[RunningNorm] = []
         self._spectral: list[Any] = []
-        self._rounds_lost = 0  # rounds in the ledger that the resumed checkpoint does not contain
+        self._rounds_lost = 0  # rounds in the ledger less those that are counted here, at a resume
         self._search_batch_size = False
         self._rounds: RoundLoader | None = None
         self._ledger: LedgerWriter | SharedLedger | None = None

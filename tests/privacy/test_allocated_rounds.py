@@ -14,6 +14,7 @@ import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far, read_ledger
 from dpexp.accounting.releases import releases
 from dpexp.privacy.noise.continuous import CorrelatedNoise
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import FixedClipNorm, Joint
 from dpexp.privacy.plan.options import Noise
 from dpexp.privacy.sampling.privacy_unit import Microbatch
@@ -237,6 +238,17 @@ def test_a_record_more_moves_k_sums_an_epoch_by_at_most_S(tmp_path, k, choices):
     for t, (a, b) in enumerate(zip(metrics.get("train_loss", ()), others.get("train_loss", ()), strict=True)):
         change = abs(a[1] - b[1]) * plan.sampling.q * N
         assert change <= 0.3 + 1e-5 and (change > 1e-4) == bool(moved[t] > 1e-4)
+
+
+def test_epochs_whose_clipping_norm_adapts_cost_alike(tmp_path):
+    """S moves after each round, and σ̃ with it."""
+    plan = plan_for(clip_norm=AdaptiveClipNorm(0.4, learning_rate=1.0), noise_multiplier=0.8)
+    privacy = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
+    trainer(privacy).fit(Model(0.1), DataLoader(TensorDataset(*records(N)), 4))
+    ledger = read_ledger(tmp_path / "ledger")
+    assert len({query.S for round_ in ledger.rounds for query in round_.queries}) > 10
+    ((release, count),) = releases(ledger).items()
+    assert (release.z, release.steps, count) == (pytest.approx(0.8, rel=1e-9), 4, 5)
 
 
 @pytest.mark.parametrize(
