@@ -15,7 +15,7 @@ from dpexp.accounting.composition import log_mixed
 from dpexp.accounting.releases import Release
 from dpexp.errors import ConfigError
 
-SMALLEST_DELTA, LARGEST_EPSILON = 1e-10, 500.0  # beyond them, dp-accounting's rounding errors count
+SMALLEST_DELTA, LARGEST_EPSILON = 1e-10, 500  # beyond them, dp-accounting's rounding errors count
 _LEAST, _FINEST = 1e-3, 1e-6  # ε; step of the grid relative to it: composed losses have a few times 1e6 points
 _MOST_POINTS, _FEWEST_POINTS = 2**19, 2**12  # of the losses of all distinct releases; and of each at least
 _TAIL = 10.5  # standard deviations; beyond it, dp-accounting ignores a mass of e^-50
@@ -28,7 +28,7 @@ def estimates(found: Mapping[Release, int], delta: float, near: float) -> tuple[
         ConfigError: dp-accounting has no privacy loss distribution for a release, or is not exact enough at δ or ε.
     """
     if delta < SMALLEST_DELTA or near > LARGEST_EPSILON:
-        raise ConfigError(f"it is not exact at a δ below {SMALLEST_DELTA:g} or an ε above {LARGEST_EPSILON:g}.")
+        raise ConfigError(f"it is not exact at a δ below {SMALLEST_DELTA} or an ε above {LARGEST_EPSILON}.")
     widest = max((_width(release) for release in found), default=0.0)
     coarsest = widest / max(_MOST_POINTS // max(len(found), 1), _FEWEST_POINTS)
     step = max(max(near, _LEAST) * max(1e-3 / max(sum(found.values()), 1), _FINEST), coarsest)
