@@ -1,6 +1,5 @@
 """What each accountant is stated for, and the checks of a privacy claim."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -106,9 +105,9 @@ def check_covered(policy: str, adjacency: str | None, accountant: str | None = N
 
 
 def check_delta(delta: float) -> None:
-    """Refuses a δ that is not strictly between 0 and 1."""
-    if not (math.isfinite(delta) and 0 < delta < 1):
-        raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
+    """Refuses a δ that is not below 1, or too small for double precision."""
+    if not 1e-300 <= delta < 1:
+        raise ConfigError(f"privacy.delta={delta} must be at least 1e-300 and below 1; well below 1/n is usual.")
 
 
 @cache

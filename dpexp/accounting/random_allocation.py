@@ -100,7 +100,7 @@ def _mean(one: _Ratio, other: _Ratio, weight: float) -> _Ratio:
     return _Ratio(first, h, mass[1:], float(mass[0]), infinite)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _ratio(z: float, steps: int) -> _Ratio:
     """The ratio of an epoch of `steps` rounds."""
     one = found = _one(z)

@@ -82,8 +82,12 @@ def verify(arguments: Sequence[str]) -> None:
     if (found := own["run"]["ledger"]["sha256"]) != said["run"]["ledger"].get("sha256"):
         raise ClaimRefuted(f"the ledger {file} is not the one that {path} certifies: its SHA-256 is {found}.")
     _print(own, ledger)
-    facts, run = own["run"], said["run"]
-    wrong = [f"run.{key} is not what the ledger says" for key in facts | run if run.get(key) != facts.get(key)]
+    wrong = [f"{section} is not part of it" for section in said.keys() - own.keys()]
+    for section in ("run", "terms"):
+        facts, given = own[section], said.get(section, {})
+        wrong += [
+            f"{section}.{key} is not what the ledger says" for key in facts | given if given.get(key) != facts.get(key)
+        ]
     for name in own["guarantee"] | said["guarantee"]:
         claim, found = said["guarantee"].get(name), own["guarantee"].get(name)
         if claim != found and not (is_number(claim) and is_number(found) and claim >= found * (1 - _TOLERANCE)):
@@ -113,13 +117,26 @@ def _file(named: Sequence[str]) -> Path:
     return path / "ledger.jsonl" if path.is_dir() else path
 
 
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What a JSON object says, if it says it once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
 def _read(path: Path) -> tuple[dict[str, Any], Path]:
     """The content of a certificate, and the file of its ledger."""
     try:
-        said: dict[str, Any] = json.loads(path.read_bytes())
+        said: dict[str, Any] = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
         file = path.parent / Path(said["run"]["ledger"]["file"]).name
+        file.exists()  # refuses what is no name
         numbers = said["guarantee"]["delta"], said["guarantee"]["epsilon"]
-        if said["dpexp_certificate"] != VERSION or not all(map(is_number, numbers)):
+        if (
+            said["dpexp_certificate"] != VERSION
+            or not all(map(is_number, numbers))
+            or not isinstance(said["terms"], dict)
+        ):
             raise ValueError
         return said, file
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -96,7 +96,7 @@ def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_jo
         (["nowhere.jsonl", "delta=1e-5"], "cannot be read"),
         (["0123abcd", "delta=1e-5"], "no file or folder here, and no run"),
         (["LEDGER"], "delta must be given"),
-        (["LEDGER", "delta=2"], "strictly between 0 and 1"),
+        (["LEDGER", "delta=2"], "at least 1e-300 and below 1"),
         (["LEDGER", "delta=x"], "could not be converted to Float"),
         (["LEDGER", "delta=1e-5", "accountant=prv"], "known: pld, rdp"),
         (

@@ -231,7 +231,7 @@ def test_a_changed_ledger_is_refused(certified, tmp_path):
     [
         (["certificate"], "one run must be given, not none"),
         (["certificate", "ledger.jsonl"], "delta must be given: no run states it"),
-        (["certificate", "ledger.jsonl", "delta=2"], "strictly between 0 and 1"),
+        (["certificate", "ledger.jsonl", "delta=2"], "at least 1e-300 and below 1"),
         (["certificate", "ledger.jsonl", "detla=1e-5"], "there is no key 'detla'; did you mean 'delta'"),
         (["certificate", "nowhere.jsonl", "delta=1e-5"], "nowhere.jsonl cannot be read"),
         (["certificate", "nowhere"], "nowhere is no file or folder here, and no run"),
@@ -285,3 +285,22 @@ def test_estimates_are_close_on_all_scales(z, q, rounds, delta):
     ours = epsilon(run, delta)
     low, high = estimates(releases(run), delta, ours)
     assert 0.99 * ours <= low <= ours * (1 + 1e-9) and ours <= high * 1.001 < 1.01 * ours
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('"guarantee": {', '"headline": {"epsilon": 0.01}, "guarantee": {', "headline is not part of it"),
+        ('"trust_model": "Central', '"trust_model": "Local', "terms.trust_model is not what the ledger says"),
+        ('"epsilon": ', '"epsilon": 0.01, "epsilon": ', "is no certificate of version 1"),
+        ('"ledger.jsonl"', r'"led\u0000ger"', "is no certificate of version 1"),
+    ],
+)
+def test_nothing_is_added_to_a_certificate(old, new, said, certified, tmp_path):
+    certified(RUNS["poisson"])
+    path = tmp_path / "ledger.certificate.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises((ClaimRefuted, ConfigError), match=said):
+        verify(["."])
