@@ -38,7 +38,8 @@ def estimates(found: Mapping[Release, int], delta: float, near: float) -> tuple[
         composed = reduce(pld.PrivacyLossDistribution.compose, losses, pld.identity(step, upper))
         return float(composed.get_epsilon_for_delta(delta))
 
-    return epsilon(False), epsilon(True)
+    pessimistic = epsilon(True)
+    return min(epsilon(False), pessimistic), pessimistic
 
 
 def _loss(release: Release, upper: bool, step: float) -> pld.PrivacyLossDistribution:
@@ -51,7 +52,7 @@ def _loss(release: Release, upper: bool, step: float) -> pld.PrivacyLossDistribu
             return pld.from_gaussian_mechanism(2 * z, neighboring_relation=Relation.REPLACE_ONE, **sampled)
         case "truncated_poisson" if upper:
             return pld.from_truncated_subsampled_gaussian_mechanism(release.n, release.q, release.maximum, z, step)
-        case "poisson" | "truncated_poisson":  # which costs at least as much as without a maximum
+        case "poisson" | "truncated_poisson":  # which costs as much without a maximum, unless that cuts off many
             return pld.from_gaussian_mechanism(z, **sampled)
     raise ConfigError(f"it has no privacy loss distribution for {release.policy}.")
 

@@ -59,8 +59,9 @@ def certificate(arguments: Sequence[str]) -> Path:
     """Writes the certificate of a run beside its ledger, and returns its path."""
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     file = _file([argument for argument in arguments if not is_option(argument)])
+    content = _content(file)
     source = source_of(str(file.parent if file.name == "ledger.jsonl" else file), "")
-    statement = _statement(file, source.ledger, delta_of(cfg.delta, [source.delta]))
+    statement = _statement(file, content, source.ledger, delta_of(cfg.delta, [source.delta]))
     path = file.with_suffix(SUFFIX)
     path.write_text(json.dumps(statement, indent=1) + "\n")
     _print(statement, source.ledger)
@@ -77,8 +78,9 @@ def verify(arguments: Sequence[str]) -> None:
     path = _file(arguments)
     path = path if path.suffix == ".json" else path.with_suffix(SUFFIX)
     said, file = _read(path)
-    delta, claimed, ledger = said["guarantee"]["delta"], said["guarantee"]["epsilon"], ledger_so_far(file)
-    own = json.loads(json.dumps(_statement(file, ledger, delta)))
+    delta, claimed, content = said["guarantee"]["delta"], said["guarantee"]["epsilon"], _content(file)
+    ledger = ledger_so_far(file)
+    own = json.loads(json.dumps(_statement(file, content, ledger, delta)))
     if (found := own["run"]["ledger"]["sha256"]) != said["run"]["ledger"].get("sha256"):
         raise ClaimRefuted(f"the ledger {file} is not the one that {path} certifies: its SHA-256 is {found}.")
     _print(own, ledger)
@@ -129,24 +131,25 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
     """The content of a certificate, and the file of its ledger."""
     try:
         said: dict[str, Any] = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
-        file = path.parent / Path(said["run"]["ledger"]["file"]).name
-        file.exists()  # refuses what is no name
+        name, terms = said["run"]["ledger"]["file"], said["terms"]
         numbers = said["guarantee"]["delta"], said["guarantee"]["epsilon"]
-        if (
-            said["dpexp_certificate"] != VERSION
-            or not all(map(is_number, numbers))
-            or not isinstance(said["terms"], dict)
-        ):
+        can_be_read = all(map(is_number, numbers)) and isinstance(terms, dict) and name.isprintable()
+        if said["dpexp_certificate"] != VERSION or not can_be_read:
             raise ValueError
-        return said, file
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return said, path.parent / Path(name).name
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         advice = "name one that `python -m dpexp certificate RUN` wrote"
         raise ConfigError(f"{path} is no certificate of version {VERSION} that can be read; {advice}.") from error
 
 
-def _statement(path: Path, ledger: Ledger, delta: float) -> dict[str, Any]:
+def _content(path: Path) -> bytes:
+    """The ledger's bytes, read before it is: a job that still writes has no fewer rounds then."""
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _statement(path: Path, content: bytes, ledger: Ledger, delta: float) -> dict[str, Any]:
     """The content of a certificate: what follows from the ledger at `path`, the terms, and what computed it."""
-    figures, content = risk(ledger).figures(), path.read_bytes()
+    figures = risk(ledger).figures()
     return {
         "dpexp_certificate": VERSION,
         "guarantee": {
@@ -196,10 +199,9 @@ def _counted(event: Any, count: int) -> dict[str, Any]:
 def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
     rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
-    console.print(f"ε = {rounded} by pld at δ = {at}, {holds}; {len(ledger)} rounds")
-    console.print(
-        f"In words: {in_words({name: guarantee[name] for name in FIGURES if guarantee[name] is not None}, ledger.unit)}"
-    )
+    console.print(f"ε = {rounded} by pld at δ = {at}, {escape(holds)}; {len(ledger)} rounds")
+    figures = {name: guarantee[name] for name in FIGURES if guarantee[name] is not None}
+    console.print(f"In words: {escape(in_words(figures, ledger.unit))}")
     if ledger.not_private_reason is not None:
         console.print(f"[bold red]ε does not cover all that the run shows[/]: {escape(ledger.not_private_reason)}.")
     if ledger.incomplete:
