@@ -94,10 +94,10 @@ def _allocation(plan: PrivacyPlan) -> str:
     event = plan.sampling.event(plan.n, 0)
     if event.num_steps is None:
         return ""
-    last = f", the last one too, of only {rest} rounds" if (rest := plan.rounds % event.num_steps) else ""
+    last = f" (the last one, too, of only {rest} rounds)" if (rest := plan.rounds % event.num_steps) else ""
     return (
-        f", each record in {event.num_selected} of an epoch's {event.num_steps} rounds; the first charges a whole "
-        f"epoch{last}, and what an interruption leaves of one is lost"
+        f", each record in {event.num_selected} of an epoch's {event.num_steps} rounds; an epoch{last} costs all of "
+        "its ε from its first round on, and a resumed job begins a new one"
     )
 
 
