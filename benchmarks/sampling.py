@@ -36,7 +36,7 @@ def ratio(n: int, t: int, epochs: int, delta: float, epsilon: float, policy: str
 
 
 def main() -> None:
-    print("| | t | epochs | ε | " + " | ".join(POLICIES) + " | random_allocation against poisson |")
+    print("| | t | epochs | ε | " + " | ".join(POLICIES).replace("_", " ") + " | random allocation against Poisson |")
     print("|---|---|---|---|" + "---|" * (len(POLICIES) + 1))
     for name, (n, t, epochs, delta) in EXPERIMENTS.items():
         for epsilon in (1.0, 3.0, 8.0):

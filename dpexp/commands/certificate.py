@@ -63,7 +63,10 @@ def certificate(arguments: Sequence[str]) -> Path:
     source = source_of(str(file.parent if file.name == "ledger.jsonl" else file), "")
     statement = _statement(file, content, source.ledger, delta_of(cfg.delta, [source.delta]))
     path = file.with_suffix(SUFFIX)
-    path.write_text(json.dumps(statement, indent=1) + "\n")
+    try:
+        path.write_text(json.dumps(statement, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the certificate cannot be written beside its ledger: {error}.") from error
     _print(statement, source.ledger)
     console.print(f"Certificate: {path}", markup=False, highlight=False)
     return path
