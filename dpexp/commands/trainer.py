@@ -17,6 +17,7 @@ from dpexp.commands.build import accountants, make
 from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import REFUSED, sampling_of
+from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import CPU_BATCH
@@ -44,6 +45,7 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
         compile=chosen(cfg.trainer.compile),
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
+        not_private_reason=not_private_reason(cfg),
         pad_to=cfg.data.pad_to,
     )
 

@@ -65,6 +65,7 @@ class PrivateTraining:
         compile: bool | None = None,
         noise_seed: int | None = None,
         unsafe_diagnostics: bool = False,
+        not_private_reason: str | None = None,
         pad_to: Sequence[int] | None = None,
     ) -> None:
         if max_physical_batch_size is not None:
@@ -87,6 +88,9 @@ class PrivateTraining:
         self.adaptive_state = AdaptiveState(plan.adaptive) if plan.adaptive else None
         self.rounds_done = 0
         self._noise_seed = noise_seed
+        if noise_seed is not None:
+            not_private_reason = "the noise seed is known"
+        self._not_private_reason = not_private_reason or ("unsafe diagnostics" if unsafe_diagnostics else None)
         self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
         self._preprocessed = 0  # completed preprocessing steps
         self._preprocessing: Iterator[None] = iter(())
@@ -182,7 +186,7 @@ class PrivateTraining:
         processes.assert_equal(plan=digest_of_plan(self.plan), records=rounds.digest)
         header = (
             self.plan.adjacency, self.plan.sampling_events(), resumed_from is not None, self._position,
-            self._not_private_reason(), self.plan.privacy_unit.to_header(), self.plan.part,
+            self._not_private_reason, self.plan.privacy_unit.to_header(), self.plan.part,
         )  # fmt: skip
         self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *header))
         begun, completed = self._ledger.ledger.training_rounds, self.rounds_done
@@ -209,11 +213,6 @@ class PrivateTraining:
         self._rounds, rounds.sampler.completed = rounds, self.rounds_done
         self._rounds_lost = begun - self.rounds_done
         self._search_batch_size = self.max_physical_batch_size is None and device.type == "cuda"
-
-    def _not_private_reason(self) -> str | None:
-        if self._noise_seed is not None:
-            return "the noise seed is known"
-        return "unsafe diagnostics" if self.unsafe_diagnostics else None
 
     def _preprocess(self) -> None:
         for _ in self._preprocessing:

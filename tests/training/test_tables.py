@@ -398,6 +398,7 @@ def test_any_path_works_in_all_commands(table, dpexp_job, capsys):
     dpexp_job(*CSV, *QUICK, f"data.path={paths['train']}", f"data.test_path={paths['test']}", f"hydra.run.dir={name}",
               f"data.schema={paths['schema']}", f"data.id={name}")  # fmt: skip
     assert json.loads((table / name / "result.json").read_text())["rounds"] == 3
+    assert "without noise" in read_ledger(table / name / "ledger.jsonl").not_private_reason  # the schema's ranges
     dpexp_job("predict", name, paths["test"], f"out={paths['out']}")
     assert len(pd.read_csv(table / paths["out"])) == 60
     dpexp_job("evaluate", name)

@@ -30,7 +30,7 @@ class Sampling:
         max_batch_size: of truncated_poisson, in records.
         partitions: of cyclic_poisson; by default as many as the noise has bands.
         num_selected: of random_allocation: in how many of an epoch's rounds a record is, by default 1.
-        steps: rounds T; or `epochs` E, for T = ⌈E/q⌉, also of a q that is solved for.
+        steps: rounds T; or `epochs` E, for T = ⌈E/q⌉, also of a q that is solved for (⌈E k/q⌉ of random_allocation).
 
     Raises:
         ConfigError: a value is out of range, or neither or both of `steps` and `epochs` are given.
