@@ -187,11 +187,12 @@ def not_private_reason(cfg: Any) -> str | None:
     """Why the (ε, δ) of a run does not cover all of its outputs; None if it does."""
     if not cfg.privacy.enabled:
         return "trained without privacy"
-    if cfg.privacy.noise_seed is not None:
-        return "the noise seed is known"
-    if cfg.data.unsafe:
-        return "data.schema was filled in from the rows without noise"
-    return "unsafe diagnostics" if cfg.diagnostics == "unsafe" else None
+    reasons = {
+        "the noise seed is known": cfg.privacy.noise_seed is not None,
+        "data.schema was filled in from the rows without noise": cfg.data.unsafe,
+        "unsafe diagnostics": cfg.diagnostics == "unsafe",
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
 
 
 _RATE = ("sampling.sampling_rate", "sampling.expected_batch_size")

@@ -185,7 +185,7 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
             `dict[Release, int]` (see `releases.Release`); it has `epsilon(delta)`.
 
     Raises:
-        ConfigError: δ lies outside (0, 1), the accountant is unknown, or it does not cover this ledger.
+        ConfigError: δ is below 1e-300 or not below 1, the accountant is unknown, or it does not cover this ledger.
     """
     check_delta(delta)
     coverage(accountant)  # refuses an unknown one

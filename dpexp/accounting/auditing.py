@@ -5,7 +5,7 @@ and c guesses are right. If so many right guesses are unlikely under μ-Gaussian
 refute a claim but never prove it, since another attacker may do better.
 
 A `Check` tests one number of the plan, such as the noise's standard deviation, at a level: if the plan is followed, it
-is refuted at most with that probability. What can be counted exactly is never refuted then.
+is refuted at most with that probability. A count is never refuted then.
 """
 
 import math
@@ -42,7 +42,7 @@ class Check:
         limit: a confidence limit of the true number, at the level of the test: a lower one, except for the noise, for
             which it is an upper one.
         detectable: the number closest to the plan that would have been refuted with probability `POWER`.
-        said: what is refuted, of numbers that were counted.
+        said: the message, if it is a count.
     """
 
     name: str

@@ -107,7 +107,10 @@ def solve(
             "weaker target, or change another parameter."
         )
     value, cost = found
-    missed = f" (no value closer below {target} was found between {math.exp(low):.4g} and {math.exp(high):.4g})"
+    if limits.is_integer and value < limits.highest:
+        missed = f" ({value + 1:.0f} would cost more than {target})"
+    else:
+        missed = f" (no value closer below {target} was found between {math.exp(low):.4g} and {math.exp(high):.4g})"
     return Calibration(
         knob, value, target.name, cost, tuple(target.figures(cost).items()),
         missed if cost < target.limit * (1 - precision) else "", tuple(search.costs.items()),

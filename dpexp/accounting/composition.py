@@ -46,8 +46,8 @@ def log_moments(z: Array, q: Array, alpha: float) -> Array:
 
 
 def _apart(z: Array, q: Array, alpha: float) -> Array:
-    """log A_α for z < 0.02: A_α = (1-q)^α + q^α e^(α(α-1)/2z²), since 1-q and q e^L are both large only where the
-    density is below 1e-130."""
+    """log A_α for z < 0.02: A_α = (1-q)^α + q^α e^(α(α-1)/2z²), up to a relative error below 1e-120,
+    since 1-q and q e^L are comparable only where the density is below 1e-125."""
     log_out, log_in = (alpha - 1) * np.log1p(-q), (alpha - 1) * (np.log(q) + alpha / (2 * z**2))
     excess = (1 - q) * np.expm1(log_out) + q * np.expm1(np.minimum(log_in, 700))  # A_α - 1, with all its digits
     return np.where(log_in < 700, np.log1p(excess), np.log(q) + log_in)

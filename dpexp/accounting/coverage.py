@@ -56,7 +56,7 @@ _WHY = {
     "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
     "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
     "shuffle": "the sizes of disjoint batches are public only if n is the same on both sides",
-    "random_allocation": "its privacy losses are known for a record more or less",
+    "random_allocation": "its dominating pair is stated for adding or removing a record",
 }
 
 

@@ -1,4 +1,4 @@
-"""ε by dp-accounting alone, between an optimistic and a pessimistic estimate: a check of the accountant `pld`.
+"""ε of releases by dp-accounting, between an optimistic and a pessimistic estimate: a check of the accountant `pld`.
 
 dp-accounting puts the privacy losses on a grid. The pessimistic estimate connects the dots (Doroshenko et al. 2022,
 arXiv 2207.04380) and hardly depends on the grid; the optimistic one rounds each loss down, by half a step on average.

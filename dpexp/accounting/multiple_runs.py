@@ -95,8 +95,8 @@ def budget(config: Any) -> Budget:
     for key, value in config.items():
         positive(f"privacy.budget.{key}", value)
     epsilon, delta = float(config["epsilon"]), float(config["delta"])
-    if delta >= 1:
-        raise ConfigError(f"privacy.budget.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
+    if not 1e-300 <= delta < 1:
+        raise ConfigError(f"privacy.budget.delta={delta} must be at least 1e-300 and below 1; well below 1/n is usual.")
     order = float(config["order"]) if "order" in config else _best_for_gaussians(epsilon, delta)
     if not 1 < order <= LARGEST_ORDER:
         raise ConfigError(f"privacy.budget.order={order} must be above 1, and at most 2^30.")

@@ -25,7 +25,7 @@ _POINTS = 1800  # of a grid
 _ULP = 2.0**-53
 _SHIFT = 2.0**-42  # above the rounding errors of a loss after all additions, relative to 1 + |loss|
 _TAIL = 70.0  # tails of mass e^-70 = 4e-31 may be merged, so that smaller δ are not amplified
-_FARTHEST = 33.9  # standard deviations, at which Q's masses are 1e-250: times those of other rounds they still count
+_FARTHEST = 33.9  # standard deviations, where Q's mass is 1e-250; products that underflow have next to no mass of P
 MIN_Z = 0.04  # below it there is too little between the masses of 1e-250 and a round's usual ones
 
 

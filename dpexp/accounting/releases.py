@@ -45,9 +45,9 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     much as its most expensive round. For `cyclic_poisson` see `_participations`, for `random_allocation` `_allocated`.
 
     Raises:
-        ConfigError: no accountant, or not this one, is stated for the ledger; the batches of an epoch have more than
-            all records, or are more than it has; or noise is correlated over more rounds than lie between two samples
-            of a record.
+        ConfigError: no accountant, or not this one, is stated for the ledger; the batches of an epoch contain more
+            than all records, or are more than its `num_steps`; or noise is correlated over more rounds than lie between
+            two samples of a record.
     """
     counts: dict[Release, int] = defaultdict(int)
     epochs: dict[int, float] = {}

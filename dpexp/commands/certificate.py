@@ -44,9 +44,12 @@ TERMS = {
     "from 63-bit uniforms) is not covered; that of one record's contribution is.",
     "not_covered": "Time and memory, terminals, error files, and what not_private_reason names.",
     "rounds": "What the ledger says happened, each written before its result was used: vectors of L2 norm at most S "
-    "were summed over a sample at rate q, and noise of standard deviation sigma was added to each sum.",
+    "(after division by the scales of joint clipping) were summed over a sample at average rate q, and noise of "
+    "standard deviation sigma was added, in the same units; with bands, sigma times correlated noise. A query that is "
+    "answered once has noise of this scale, and S is its sensitivity.",
     "releases": "What of it one record can be in, count times each, with probability q: z is noise over sensitivity, "
-    "(sum of (S/sigma)^2)^(-1/2) of a round over sensitivity_in_S; of laplace, scale over L1 sensitivity.",
+    "(sum of (S/sigma)^2)^(-1/2) of a round over sensitivity_in_S; of laplace, scale over L1 sensitivity. One of "
+    "random_allocation is all of an epoch's rounds, as many as `steps`, of which the record is in one, at random.",
 }
 
 
@@ -98,16 +101,20 @@ def verify(arguments: Sequence[str]) -> None:
         if claim != found and not (is_number(claim) and is_number(found) and claim >= found * (1 - _TOLERANCE)):
             wrong.append(f"its {name} is {claim!s:.60}, where the ledger costs {found}")
     other = f"dp-accounting {version('dp-accounting')}"
+    checked = "by dp-accounting too"
     try:
         low, high = estimates(releases(ledger), delta, epsilon(ledger, delta))
         between = f"{other} finds ε between {low:.6g} (optimistic) and {high:.6g} (pessimistic)"
         console.print(f"{between}.")
         wrong += [] if low <= claimed <= LOOSEST * high else [f"{between}, where {claimed} is claimed"]
     except ConfigError as error:
+        checked = "not recomputed by dp-accounting"
         console.print(f"Not recomputed by {other}: {error}")
     if wrong:
         raise ClaimRefuted(f"{path} is refuted: {'; '.join(wrong)}.")
-    console.print(f"[bold]Verified[/]: the certificate says what its ledger does, and ε = {claimed} is no less.")
+    console.print(
+        f"[bold]Verified[/]: the certificate says what its ledger does, whose cost ε = {claimed} covers, {checked}."
+    )
 
 
 def _file(named: Sequence[str]) -> Path:

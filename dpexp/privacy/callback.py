@@ -44,7 +44,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         compile: compile a traced step by torch's inductor; None: if that saves at least three times its cost.
         noise_seed: makes sampling and noise reproducible, and not private towards anyone who knows the seed.
         unsafe_diagnostics: log training loss, norms, clip fractions and sample sizes, which are private.
-        not_private_reason: why ε does not cover all that is shown besides, if so; the ledger says it.
+        not_private_reason: why ε does not cover all that the run shows, for the ledger; by default, that the seed is
+            known or diagnostics are unsafe, if so.
         pad_to: public lengths, to the next of which each record is padded by a `collate_fn` that pads, so that records
             are processed together; by default, for models of transformers, powers of two up to their positions.
     """

@@ -88,9 +88,9 @@ class PrivateTraining:
         self.adaptive_state = AdaptiveState(plan.adaptive) if plan.adaptive else None
         self.rounds_done = 0
         self._noise_seed = noise_seed
-        if noise_seed is not None:
-            not_private_reason = "the noise seed is known"
-        self._not_private_reason = not_private_reason or ("unsafe diagnostics" if unsafe_diagnostics else None)
+        reasons = {"the noise seed is known": noise_seed is not None, "unsafe diagnostics": unsafe_diagnostics}
+        own = "; ".join(reason for reason, holds in reasons.items() if holds)
+        self._not_private_reason = not_private_reason or own or None
         self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
         self._preprocessed = 0  # completed preprocessing steps
         self._preprocessing: Iterator[None] = iter(())
@@ -195,8 +195,8 @@ class PrivateTraining:
             left = self.plan.rounds - self.rounds_done
             goes_on = f"a new epoch begins, and {left} rounds are left" if left else "no epoch is left; training ends"
             warnings.warn(
-                f"sampling={self.plan.sampling.name}: who is in the rest of an epoch is forgotten, and ε counts all of "
-                f"it, so {self.rounds_done - completed} rounds are lost; {goes_on}."
+                f"sampling={self.plan.sampling.name}: the interrupted epoch's samples cannot be drawn again, and ε "
+                f"counts the whole epoch, so {self.rounds_done - completed} rounds are lost; {goes_on}."
             )
         if self.readings:
             self.readings.begin(self._ledger.ledger, self.rounds_done)

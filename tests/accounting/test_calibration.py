@@ -47,6 +47,8 @@ def test_a_target_that_is_missed_by_more_than_the_precision_is_said(rounds, targ
     """The cost jumps from one number of rounds to the next; of a thousand, by less than 0.1 %."""
     solved = solve("steps", lambda steps: ledger(1.0, 0.01, int(steps)), Epsilon(target, 1e-5), start=rounds)
     assert bool(solved.missed) == missed == (solved.cost < target * (1 - 1e-3))
+    assert not missed or f"({solved.value + 1:.0f} would cost more than privacy.epsilon=0.5" in solved.missed
+    assert epsilon(ledger(1.0, 0.01, int(solved.value) + 1), 1e-5) > target
 
 
 def test_steps_is_the_last_round_that_is_affordable():

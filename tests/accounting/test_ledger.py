@@ -93,7 +93,7 @@ VALID = {
     "event, facts, message",
     [
         (SamplingEvent, {"parts": 11}, "at most 10 partitions"), (SamplingEvent, {"parts": 0}, "at least 1"),
-        (SamplingEvent, {"block": None}, "block=None"), (SamplingEvent, {"block": -1}, "at least 0"),
+        (SamplingEvent, {"block": None}, "cyclic_poisson needs block"), (SamplingEvent, {"block": -1}, "at least 0"),
         (SamplingEvent, {"policy": "poisson", "block": None}, "only for cyclic_poisson"),
         (SamplingEvent, {"policy": "shuffle", "q": 0.123}, "must be a whole number of records"),
         (SumQueryEvent, {"bands": ()}, "bands="), (SumQueryEvent, {"bands": (0.0, 1.0)}, "bands="),

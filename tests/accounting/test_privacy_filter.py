@@ -83,7 +83,7 @@ def test_what_has_no_renyi_bound_is_refused_by_name():
         (8, "privacy.budget=8 is not understood; give '{epsilon: 8, delta: 1e-5}'"),
         ({"epsilon": 8, "delta": 1e-5, "alpha": 3}, "is not understood"),
         ({"epsilon": -1, "delta": 1e-5}, "privacy.budget.epsilon=-1 must be a finite number above 0"),
-        ({"epsilon": 8, "delta": 1}, "privacy.budget.delta=1.0 must lie strictly between 0 and 1"),
+        ({"epsilon": 8, "delta": 1}, "privacy.budget.delta=1.0 must be at least 1e-300 and below 1"),
         ({"epsilon": 8, "delta": 1e-5, "order": 1}, "privacy.budget.order=1.0 must be above 1"),
         ({"epsilon": 8, "delta": 1e-5, "order": 2}, "allows nothing at Rényi order 2, where δ alone takes ε = 10.2"),
     ],

@@ -76,9 +76,9 @@ def test_rounds_that_cannot_be_of_one_epoch_are_refused(rounds, message):
 @pytest.mark.parametrize(
     "facts, message",
     [
-        ({"num_selected": None}, "num_selected=None is only for random_allocation"),
-        ({"num_steps": None}, "num_steps=None is only for random_allocation"),
-        ({"epoch": None}, "epoch=None is only for shuffle and random_allocation"),
+        ({"num_selected": None}, "random_allocation needs num_selected"),
+        ({"num_steps": None}, "random_allocation needs num_steps"),
+        ({"epoch": None}, "random_allocation needs epoch"),
         ({"num_selected": 0}, "num_selected=0 must be a whole number of at least 1"),
         ({"num_steps": 4.0}, "num_steps=4.0 must be a whole number"),
         ({"num_selected": 5}, "q=0.25 must be 5/4"),
@@ -112,7 +112,7 @@ def test_a_ledger_is_not_continued_with_another_number_of_rounds(tmp_path):
 def test_only_pld_and_only_a_record_more_or_less_are_claimed():
     assert CLAIMS["random_allocation"] == {"add_remove": ("pld",)}
     with pytest.raises(
-        ConfigError, match="privacy losses are known for a record more or less; choose adjacency=add_rem"
+        ConfigError, match="dominating pair is stated for adding or removing a record; choose adjacency=add_rem"
     ):
         check_covered("random_allocation", "replace_one")
     with pytest.raises(ConfigError, match="accountant=rdp has no bound for sampling=random_allocation"):

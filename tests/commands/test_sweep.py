@@ -230,7 +230,7 @@ def test_what_is_solved_is_shown_in_place_of_what_was_given(dpexp_job, store, ca
     assert given.items() <= run.data.params.items() and "privacy.noise_multiplier" not in run.data.params
     assert run.data.params["plan.z"] == f"{z:.6g}" and run.data.params["rounds"] == str(rounds)
     dpexp_job(*quick, "train=false", "calibrate=steps", "privacy.noise_multiplier=1", "privacy.epsilon=9")
-    assert " (no value closer below privacy.epsilon=9 at " in " ".join(capsys.readouterr().out.split())
+    assert " would cost more than privacy.epsilon=9 at " in " ".join(capsys.readouterr().out.split())
     assert "ε=3" in run.info.run_name and "z=" not in run.info.run_name and "sampling_rate=0" not in run.info.run_name
 
 

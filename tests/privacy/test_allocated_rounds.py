@@ -266,7 +266,7 @@ def test_epochs_whose_clipping_norm_adapts_cost_alike(tmp_path):
         ({"partitions": 2}, "partitions=2 is no option of sampling=random_allocation"),
         (
             {"adjacency": "replace_one"},
-            "adjacency=replace_one cannot be claimed for sampling=random_allocation: its pr",
+            "adjacency=replace_one cannot be claimed for sampling=random_allocation: its dominating",
         ),
         ({"adjacency": "replace_null"}, "choose adjacency=add_remove"),
         ({"accountant": "rdp"}, "accountant=rdp has no bound for sampling=random_allocation .* choose accountant=pld"),

@@ -105,7 +105,9 @@ class SamplingEvent:
                 raise ConfigError(f"sampling policy {self.policy}: q·n={batch} must be a whole number of records.")
         for name, (owners, least) in _OWN.items():
             value = getattr(self, name)
-            if (value is not None) != (self.policy in owners):
+            if value is None and self.policy in owners:
+                raise ConfigError(f"sampling policy {self.policy} needs {name}.")
+            if value is not None and self.policy not in owners:
                 raise ConfigError(f"sampling policy {self.policy}: {name}={value} is only for {' and '.join(owners)}.")
             if value is not None and not (is_integer(value) and value >= least):
                 raise ConfigError(f"sampling {name}={value} must be a whole number of at least {least}.")

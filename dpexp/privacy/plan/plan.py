@@ -185,8 +185,8 @@ class PrivacyPlan:
         """The round, from 0, at which a training goes on from a state after `completed` rounds, which may be older than
         its ledger.
 
-        Under random allocation, who is in the rest of an epoch is forgotten, and the ledger charges all of it: what
-        follows are the epochs that it does not charge yet, so that it never charges more than the plan.
+        Under random allocation a resumed job cannot go on with an epoch, whose allocation was not kept and which the
+        ledger has charged. So it begins the next epoch that is not charged yet, and never charges more than planned.
         """
         sampled = {(round_.sampling.policy, round_.sampling.epoch) for round_ in ledger.rounds}
         charged = sum(policy == "random_allocation" for policy, _ in sampled)
@@ -194,7 +194,7 @@ class PrivacyPlan:
 
     @cached_property
     def _breaks(self) -> tuple[int, ...]:
-        """The first and the last rounds of epochs of disjoint samples."""
+        """The first and the last rounds of epochs whose samples are drawn together."""
         per_epoch = self.sampling.rounds_per_epoch
         starts = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         return tuple(t for start in starts for t in (start, start + int(per_epoch) - 1))
