@@ -37,7 +37,7 @@ class PrivacyLoss:
         infinite: the mass of the infinite loss.
         error: by how much δ at each loss may be too small.
         scale: the logarithm of the unit of mass, infinite and error.
-        certain: the part of the infinite loss's mass that no other window or grid would lessen.
+        certain: the mass, not in that unit, of single rounds' infinite losses, which no window or grid lessens.
     """
 
     def __init__(
