@@ -5,7 +5,7 @@ and c guesses are right. If so many right guesses are unlikely under μ-Gaussian
 refute a claim but never prove it, since another attacker may do better.
 
 A `Check` tests one number of the plan, such as the noise's standard deviation, at a level: if the plan is followed, it
-is refuted at most with that probability. A count is never refuted then.
+is refuted with at most that probability; counts are never refuted then.
 """
 
 import math

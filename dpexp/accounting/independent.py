@@ -52,7 +52,7 @@ def _loss(release: Release, upper: bool, step: float) -> pld.PrivacyLossDistribu
             return pld.from_gaussian_mechanism(2 * z, neighboring_relation=Relation.REPLACE_ONE, **sampled)
         case "truncated_poisson" if upper:
             return pld.from_truncated_subsampled_gaussian_mechanism(release.n, release.q, release.maximum, z, step)
-        case "poisson" | "truncated_poisson":  # which costs as much without a maximum, unless that cuts off many
+        case "poisson" | "truncated_poisson":  # the optimistic estimate leaves out the maximum
             return pld.from_gaussian_mechanism(z, **sampled)
     raise ConfigError(f"it has no privacy loss distribution for {release.policy}.")
 

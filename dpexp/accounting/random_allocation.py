@@ -56,7 +56,7 @@ class _Ratio:
             return np.exp(np.log(self.mass) + self.losses)  # where e^loss overflows, too
 
     def without_tails(self) -> "_Ratio":
-        """Tails of a mass below e^-_TAIL moved to zero and the first point, and to the last point and infinity."""
+        """The same with each tail of mass below e^-_TAIL merged: into 0 and the first point, the last and infinity."""
         losses, p = self.losses, self.mass_of_p
         low = int(np.searchsorted(np.cumsum(self.mass), math.exp(-_TAIL)))
         high = len(p) - int(np.searchsorted(np.cumsum(p[::-1]), math.exp(-_TAIL)))
@@ -70,7 +70,7 @@ class _Ratio:
 
 
 def _one(z: float) -> _Ratio:
-    """The ratio of a round. Q's masses at the losses L are P's at -L, by symmetry; P's rest is below 2 e^(-far²/2)."""
+    """The ratio of a round. By symmetry Q's mass at a loss L is P's at -L. P's other mass is below 2 e^(-far²/2)."""
     far = min(math.sqrt(2 * _TAIL), _FARTHEST - 1 / z)
     most = (far + 1 / (2 * z)) / z
     h = 2 * most / _POINTS
@@ -79,7 +79,7 @@ def _one(z: float) -> _Ratio:
 
 
 def _mean(one: _Ratio, other: _Ratio, weight: float) -> _Ratio:
-    """weight times `one` plus 1 - weight times `other`, which are independent under Q."""
+    """The weighted mean of two ratios that are independent under Q; `weight` is that of `one`."""
     x = np.append(one.losses + math.log(weight), -math.inf)
     y = np.append(other.losses + math.log1p(-weight), -math.inf)
     of_x, of_y = np.append(one.mass, one.zero), np.append(other.mass, other.zero)
@@ -116,7 +116,7 @@ def _ratio(z: float, steps: int) -> _Ratio:
 class RandomAllocationPair(PairInCells):
     """A record that takes part in one of `steps` rounds, which it draws at random, is removed.
 
-    Each round has the noise multiplier z. All rounds together count as one; to see only some of them costs no more.
+    Each round has the noise multiplier z. The pair is of all rounds of an epoch together.
     """
 
     z: float

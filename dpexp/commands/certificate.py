@@ -59,7 +59,7 @@ class Options:
 
 
 def certificate(arguments: Sequence[str]) -> Path:
-    """Writes the certificate of a run beside its ledger, and returns its path."""
+    """Writes a run's certificate to the folder of its ledger. Returns the path."""
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     file = _file([argument for argument in arguments if not is_option(argument)])
     content = _content(file)
@@ -130,7 +130,7 @@ def _file(named: Sequence[str]) -> Path:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What a JSON object says, if it says it once."""
+    """A JSON object as a dict; a ValueError if a key is repeated."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError
@@ -153,7 +153,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _content(path: Path) -> bytes:
-    """The ledger's bytes, read before it is: a job that still writes has no fewer rounds then."""
+    """The ledger file's bytes. Read before the ledger is parsed: a running job may append rounds in between."""
     return path.read_bytes() if path.is_file() else b""
 
 

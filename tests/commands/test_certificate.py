@@ -20,6 +20,8 @@ from dpexp.accounting.independent import estimates
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger, write_ledger
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import risk
+from dpexp.commands import certificate as command
+from dpexp.commands.account import source_of
 from dpexp.commands.certificate import LOOSEST, certificate, verify
 from dpexp.errors import ClaimRefuted, ConfigError
 from tests.pages import DOCS, blocks
@@ -301,4 +303,24 @@ def test_nothing_is_added_to_a_certificate(old, new, said, certified, tmp_path):
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises((ClaimRefuted, ConfigError), match=said):
+        verify(["."])
+
+
+def test_a_job_that_writes_meanwhile_is_certified_with_no_fewer_rounds_than_are_hashed(
+    certified, tmp_path, monkeypatch
+):
+    certified(RUNS["poisson"])
+    path = tmp_path / "ledger.jsonl"
+    before = path.read_bytes()
+
+    def source_after_more_rounds(*arguments):
+        path.unlink()
+        write_ledger(path, of("poisson", "add_remove", z=2.0, rounds=40))
+        return source_of(*arguments)
+
+    monkeypatch.setattr(command, "source_of", source_after_more_rounds)
+    said = json.loads(certificate(["ledger.jsonl", "delta=1e-5"]).read_text())
+    assert said["run"]["ledger"]["sha256"] == hashlib.sha256(before).hexdigest()
+    assert said["guarantee"]["epsilon"] > epsilon(RUNS["poisson"], 1e-5) * 1.1
+    with pytest.raises(ClaimRefuted, match="is not the one that"):
         verify(["."])
