@@ -75,7 +75,7 @@ ROWS = {
 
 
 SPEED = ("trainer.threads", "trainer.max_physical_batch_size", "trainer.num_workers")
-ASIDE = ("tracking.", "data.root=", "data.module.cache=", *(f"{key}=" for key in SPEED))  # what changes no figure
+ASIDE = ("tracking.", "data.root=", "data.cache=", *(f"{key}=" for key in SPEED))  # what changes no figure
 
 
 def run(name: str, data: Path, *aside: str) -> None:
@@ -133,7 +133,7 @@ def found(names: Iterable[str]) -> dict[str, DataFrame]:
 def _but_for_places(configuration: str) -> str:
     """Without where data, features and checkpoints are kept."""
     settings = json.loads(configuration)
-    places = ("data.root", "data.module.root", "data.module.of.root", "data.module.cache", "data.id", "checkpoint.")
+    places = ("data.root", "data.module.root", "data.cache", "data.id", "checkpoint.")
     return json.dumps({key: value for key, value in settings.items() if not key.startswith(places)})
 
 

@@ -30,7 +30,9 @@ class Data:
     the next of which each record is padded by a `collate_fn` that pads. `path` to `prompts`: of data of one's own, see
     conf/data/{csv,images,huggingface,documents,labelled_texts}.yaml; `unsafe`: the schema
     was filled from the rows without noise. `part`: {column, low, high}, the training records whose hash of an id is
-    in the range; `n` and `users` are its own. `module`: the `_target_` of a LightningDataModule, with its arguments."""
+    in the range; `n` and `users` are its own. `features_of`: the `_target_` of a network or a map whose features take
+    the records' place; they are kept in the folder `cache`. `module`: the `_target_` of a LightningDataModule, with its
+    arguments."""
 
     id: str | None = None
     n: int = MISSING
@@ -56,6 +58,8 @@ class Data:
     text: str | None = None
     user: str | None = None
     prompts: list[str] | None = None
+    features_of: Any = None
+    cache: str = "${cwd:}/outputs/features"
     module: dict[str, Any] = MISSING
 
 

@@ -30,6 +30,7 @@ from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, 
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.training.classifier import Classifier, noisy_learning_rate
+from dpexp.training.data.features import Backbone, Features
 from dpexp.training.language import LanguageModel, is_causal
 from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
 
@@ -171,14 +172,23 @@ _NUMBERS = {int, float, bool, type(None), torch.Tensor}
 def data_of(cfg: DictConfig) -> pl.LightningDataModule:
     """The data module; an error in its hooks, which read files, becomes a ConfigError."""
     data = make("data.module", cfg.data.module)
+    if (by := features_map(cfg)) is not None:
+        with _refusing("data.features_of", "a call", cfg.data.features_of._target_):
+            data = Features(data, by, cfg.data.cache)
     for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader"):
         if callable(hook := getattr(data, name, None)):
-            setattr(data, name, _refusing(name, cfg.data.module._target_)(hook))
+            setattr(data, name, _refusing("data.module", name, cfg.data.module._target_)(hook))
     return data
 
 
+def features_map(cfg: DictConfig) -> Any:
+    """The map from records to features, `data.features_of`; None: the records are trained on as they are."""
+    by = make("data.features_of", cfg.data.features_of) if cfg.data.features_of else None
+    return Backbone(by) if isinstance(by, torch.nn.Module) else by
+
+
 @contextmanager
-def _refusing(hook: str, target: str) -> Iterator[None]:
+def _refusing(key: str, hook: str, target: str) -> Iterator[None]:
     """Makes an error a ConfigError, without its text where private records may be read, of which it may quote one."""
     try:
         yield
@@ -188,7 +198,7 @@ def _refusing(hook: str, target: str) -> Iterator[None]:
         is_about_files = isinstance(error, ImportError) or (isinstance(error, OSError) and error.strerror)
         is_told = is_about_files or hook in ("val_dataloader", "test_dataloader")
         said = f": {' '.join(words_of(error).split()).rstrip('.')}" if is_told else ""
-        raise ConfigError(f"data.module: {hook} of {target} failed ({place_of(error)}{said}).") from error
+        raise ConfigError(f"{key}: {hook} of {target} failed ({place_of(error)}{said}).") from error
 
 
 def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from dpexp._lightning_compat import MisconfigurationException, pl
-from dpexp.commands.build import data_of, make, module_of, silence_lightning
+from dpexp.commands.build import data_of, features_map, make, module_of, silence_lightning
 from dpexp.commands.command_line import as_overrides, is_option
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
@@ -32,6 +32,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import console, measured, print_tested
 from dpexp.training.classifier import Classifier, scores_of
+from dpexp.training.data.features import Features, OnFeatures
 from dpexp.training.data.raw import RawData, delimiter_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_weights
 
@@ -84,7 +85,9 @@ class _Saved:
         module = self.trainer.precision_plugin.convert_module(module_of(self.cfg, load_weights=False))
         assert isinstance(module, pl.LightningModule)
         load_weights(bare(module), self._folder / WEIGHTS)
+        by = features_map(self.cfg)
         self.module, self.model = module, bare(module).eval()
+        self.model = self.model if by is None else OnFeatures(by, self.model)
 
     def predict(self, inputs: Any, params: Any = None) -> Any:
         """A table for inputs as users have them; for an array the model's scores, in at least float32.
@@ -266,6 +269,7 @@ def save_model(
     lost = non_tensor_state(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, which are no tensors: a loaded model lacks them")
+    data = data.of if isinstance(data, Features) else data
     text = card(names, result, plan, run_id or str(output), lost)
     (output / CARD).write_text(text)
     if isinstance(data, RawData):

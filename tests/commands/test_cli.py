@@ -257,6 +257,11 @@ BAD = {
     "hydra.run.dir=/dev/null/here": "/dev/null/here cannot be written: Not a directory",
     "~model.shape ~model.classes model._target_=own_for_test.TwoOptimizers":
         "as in a GAN, need a loop of your own, with a dpexp.Private for each that learns from records",
+    "data.features_of={_target_:torch.nn.Linear,in_features:3,out_features:2}":
+        "data.features_of: a call of torch.nn.Linear failed (RuntimeError",
+    "data.features_of={_target_:torch.nn.Linear,in_features:8}": "data.features_of: torch.nn.Linear cannot be made of",
+    "data.features_of={_target_:dpexp.training.data.Backbone,model:{_target_:torch.nn.Identity},layer:7}":
+        "data.features_of.layer=7 is no module of Identity",
     "data.module._target_=own_for_test.Empty": "data.module: the training set is empty",
     "data.module._target_=own_for_test.NoTrainingSet": "data.module: it has no train_dataloader",
     "~model.shape ~model.classes model._target_=own_for_test.Whole preprocessing=[pca]":

@@ -1,12 +1,14 @@
 """Features are of one record each, and computed once."""
 
+import stat
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from dpexp.errors import ConfigError
-from dpexp.training.data import Backbone, Features, Joined, RandomFeatures, Scattering, TensorData
+from dpexp.training.data import Backbone, Digits, Features, Joined, RandomFeatures, Scattering, TensorData
 from dpexp.training.data.features import compute_features
 from dpexp.training.pretrained import save_weights
 
@@ -14,10 +16,11 @@ from dpexp.training.pretrained import save_weights
 class Squares:
     """Counts how often it is asked."""
 
-    def __init__(self):
-        self.asked = 0
+    def __init__(self, at_once=1):
+        self.asked, self.at_once = 0, at_once
 
     def __call__(self, x):
+        assert len(x) <= self.at_once
         self.asked += len(x)
         return x**2
 
@@ -29,28 +32,42 @@ def data(seed=0, n=10):
 
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
-    by, of, n = Squares(), data(n=200), 200
-    first = Features(of, by, str(tmp_path), at_once)
+    by, of, n = Squares(at_once), data(n=200), 200
+    first = Features(of, by, str(tmp_path / "cache"))
     assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2)
     assert torch.equal(first.test.tensors[0], of.test.tensors[0] ** 2)
     assert first.train.tensors[1] is of.train.tensors[1]
     compared = 64 + 3
-    assert by.asked == n + 3 + compared
-    again = Features(data(n=200), by, str(tmp_path), at_once)
-    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == n + 3 + 2 * compared
-    Features(data(seed=1, n=200), by, str(tmp_path), at_once)
-    assert by.asked == 2 * (n + 3) + 3 * compared, "other records have other features"
-    assert not list(tmp_path.glob("tmp*"))
+    assert by.asked == n + 3 + 2 * compared
+    again = Features(data(n=200), by, str(tmp_path / "cache"))
+    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == n + 3 + 3 * compared
+    Features(data(seed=1, n=200), by, str(tmp_path / "cache"))
+    assert by.asked == 2 * (n + 3) + 5 * compared, "other records have other features"
+    files = [*(tmp_path / "cache").iterdir()]
+    assert len(files) == 4 and {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
 
 
 def test_another_map_has_other_features(tmp_path):
     layers = [nn.Sequential(nn.Softplus(beta=beta), nn.Linear(4, 4)) for beta in (1.0, 5.0, 5.0)]
     maps = [lambda x, factor=factor: factor * x for factor in (1, 2, 1 + 1e-7)]
     for by in [*maps, *layers, lambda x: x.bfloat16(), lambda x: x.bfloat16()]:
-        assert torch.equal(
-            Features(data(), by, str(tmp_path), at_once=10).train.tensors[0], by(data().train.tensors[0])
-        )
+        expected = torch.cat([by(one[None]) for one in data().train.tensors[0]])
+        assert torch.equal(Features(data(), by, str(tmp_path)).train.tensors[0], expected)
     assert len(list(tmp_path.iterdir())) == 2 * 7  # training and test sets
+
+
+@pytest.mark.parametrize("kind", ["random", "what came before"])
+def test_features_that_are_no_function_of_one_record_are_refused(tmp_path, kind):
+    dropout, seen = nn.Dropout(), []
+
+    def by(x):
+        seen.append(x)
+        return dropout(x) if kind == "random" else x - seen[-2] if len(seen) > 1 else x
+
+    with pytest.raises(ConfigError, match=r"features of a record must depend on that record alone"):
+        Features(data(), by, str(tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_file_that_is_damaged_or_holds_something_else_is_made_again(tmp_path):
@@ -98,17 +115,35 @@ def test_random_features_are_rectified_convolutions_with_kernels_that_know_no_da
     assert (beside.amin(2, keepdim=True) == beside).double().mean() > 0.2, "what ReLU cuts off is one value"
 
 
+def test_users_and_class_names_stay(tmp_path):
+    of = Digits(users=7)
+    features = Features(of, abs, str(tmp_path))
+    assert features.train.user_of is of.train.user_of
+    of.class_names = ["zero", "one"]
+    assert Features(of, abs, str(tmp_path)).class_names == ["zero", "one"]
+
+
 def network():
     return nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Tanh(), nn.Linear(3, 2))
 
 
-def test_a_backbone_is_a_network_up_to_its_head(tmp_path):
+def test_a_backbone_is_a_network_up_to_a_layer_without_dropout(tmp_path):
     model, path = network(), tmp_path / "weights.safetensors"
     save_weights(model, path, {"private": "False"})
-    features = Features(data(), Backbone(network(), str(path)), str(tmp_path / "cache"))
+    features = Features(data(), Backbone(network(), "2", weights=str(path)), str(tmp_path / "cache"))
     assert torch.allclose(features.train.tensors[0], model[0](data().train.tensors[0]).tanh())
-    with pytest.raises(ConfigError, match=r"not an nn\.Sequential of more than"):
-        Backbone(network(), str(path), head=4)
+    assert torch.allclose(Backbone(model)(torch.ones(1, 4)), model.eval()(torch.ones(1, 4)))
+
+
+def test_a_backbone_with_batch_norm_keeps_its_statistics_and_resizes_and_normalizes_images():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 2))
+    x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    by = Backbone(model, "2", size=12, mean=[0.4, 0.5, 0.6], std=[0.1, 0.2, 0.3])
+    resized = nn.functional.interpolate(x, size=(12, 12), mode="bicubic") / 2 + 0.5
+    normal = (resized - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
+    assert torch.allclose(compute_features(x, by), model[:3](normal).flatten(1), atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def sets_of_one_tensor():
@@ -120,13 +155,18 @@ def sets_of_one_tensor():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Scattering(MNIST, groups=10), "data.module.by.groups=10 must divide the 81 channels"),
-        (lambda: Scattering(MNIST, groups=0), "data.module.by.groups=0 must divide the 81 channels"),
+        (lambda: Scattering(MNIST, groups=10), "data.features_of.groups=10 must divide the 81 channels"),
+        (lambda: Scattering(MNIST, groups=0), "data.features_of.groups=0 must divide the 81 channels"),
         (lambda: RandomFeatures(abs, 4, 6, groups=4), "groups must divide count, and size must be odd"),
         (lambda: RandomFeatures(abs, 4, 6, size=2), "groups must divide count, and size must be odd"),
         (lambda: RandomFeatures(abs, 4, 0), "must be positive integers"),
-        (lambda: Backbone(network(), "nowhere"), "nowhere does not fit the model: No such file"),
-        (lambda: Features(sets_of_one_tensor(), Squares(), "cache"), "needs a TensorDataset of"),
+        (lambda: Backbone(network(), "5"), "layer=5 is no module of Sequential, whose modules are 0, 1, 2, 3"),
+        (lambda: Backbone(network(), mean=[0.5]), r"give mean=\[0\.5\] and std=None both, or neither"),
+        (lambda: Backbone(network(), weights="nowhere"), "nowhere does not fit the model: No such file"),
+        (
+            lambda: Features(sets_of_one_tensor(), Squares(), "cache"),
+            r"the train set of TensorData is a TensorDataset that .*; features need a",
+        ),
     ],
 )
 def test_what_makes_no_features_is_refused(make, words):

@@ -3,13 +3,16 @@
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dpexp
+from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError
+from dpexp.training.data import Backbone, Digits
 from dpexp.training.models import mlp
 from dpexp.training.pretrained import (
     All,
@@ -103,9 +106,8 @@ FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluatio
 PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
 NETWORK = "{_target_: dpexp.training.models.mlp, shape: [1, 8, 8], classes: 10}"
 BACKBONE = (
-    "data.module._target_=dpexp.training.data.Features", "~data.module.users", "+data.module.cache=cache",
-    "+data.module.of={_target_: dpexp.training.data.Digits, users: 200}", "+data.module.at_once=8",
-    f"+data.module.by={{_target_: dpexp.training.data.Backbone, model: {NETWORK}}}",
+    "data.cache=cache",
+    f"+data.features_of={{_target_: dpexp.training.data.Backbone, layer: '2', model: {NETWORK}}}",
 )  # fmt: skip
 
 
@@ -166,7 +168,13 @@ def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):
     public = dpexp_job(*FAST, *PUBLIC, "data.classes=10") / "weights.safetensors"
-    job = ("model=logistic", *FAST[1:], *BACKBONE, f"+data.module.by.weights={public}", "data.shape=[128]")
+    job = ("model=logistic", *FAST[1:], *BACKBONE, f"+data.features_of.weights={public}", "data.shape=[128]")
     private = dpexp_job(*job)
     assert load_file(private / "weights.safetensors")["1.weight"].shape == (10, 128)
     assert len(list((tmp_path / "cache").iterdir())) == 2  # training and test set
+    by, head = Backbone(mlp([1, 8, 8], 10), "2", weights=str(public)), dpexp.load(private).model
+    images = Digits().test.tensors[0][:3]
+    assert torch.allclose(dpexp.load(private)(images), head(by(images)), atol=1e-5), "it takes what the network takes"
+    np.save(tmp_path / "images.npy", images.numpy())
+    found = predict([str(private), f"data={tmp_path}/images.npy", f"out={tmp_path}/found.csv"])
+    assert np.allclose(found.filter(like="p_"), dpexp.load(private)(images).detach().softmax(1), atol=1e-6)

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
+from dpexp.training.classifier import scores_of
 from dpexp.training.data.datasets import TensorData
 from dpexp.training.pretrained import load_weights
 
@@ -25,72 +26,99 @@ Map = Callable[[Tensor], Tensor]  # x [B, ...] -> features [B, ...]
 
 
 class Features(TensorData):
-    """Another data module's records, with x replaced by a fixed feature map of x.
+    """Another data module's records, with x replaced by a fixed feature map of x: `data.features_of`.
 
     The map must not depend on private data, and the features of a record must not depend on other records.
 
     Args:
         of: data module whose training and test sets are TensorDatasets of (x, y).
-        by: the map, x [B, ...] -> features [B, ...].
+        by: the map, x [B, ...] -> features [B, ...]. It gets one record at a time, or `by.at_once` of them, if a
+            record's features are bitwise the same whatever the others are.
         cache: folder of the files of features, which are as private as the records.
-        at_once: records per call of the map. Above 1, a record's features must be bitwise the same whatever the other
-            records of the call are.
+
+    Raises:
+        ConfigError: the features of the same records differ when they are computed again, in another order.
     """
 
-    def __init__(self, of: pl.LightningDataModule, by: Map, cache: str, at_once: int = 1) -> None:
+    def __init__(self, of: pl.LightningDataModule, by: Map, cache: str) -> None:
         sets = [_tensors(of, name) for name in ("train", "test")]
         folder = Path(cache).expanduser()
-        train, test = ((cached_features(x, by, folder, at_once), y) for x, y in sets)
+        train, test = ((cached_features(x, by, folder), y) for x, y in sets)
         super().__init__(train, test)
+        self.of, self.class_names = of, getattr(of, "class_names", None)
+        if hasattr(sets_of := getattr(of, "train", None), "user_of"):
+            self.train.user_of = sets_of.user_of
 
 
 def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
     dataset: Dataset = getattr(of, f"{name}_dataloader")().dataset
     if not (isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2):
         raise ConfigError(
-            f"data.module.of={type(of).__name__}: its {name} set is a {type(dataset).__name__}, and Features needs a "
-            "TensorDataset of (x, y)."
+            f"data.features_of: the {name} set of {type(of).__name__} is a {type(dataset).__name__} that may give "
+            "other records each time; features need a TensorDataset of (x, y)."
         )
     return cast(tuple[Tensor, Tensor], dataset.tensors)
 
 
-def cached_features(x: Tensor, by: Map, folder: Path, at_once: int) -> Tensor:
+def cached_features(x: Tensor, by: Map, folder: Path) -> Tensor:
     """The features of x, read from their file if there is one; otherwise computed, and written to it."""
-    path = folder / f"{_file_name(x, by)}.safetensors"
+    some = x[torch.linspace(0, len(x) - 1, min(len(x), _COMPARED)).long()]
+    of_some = compute_features(some, by, 1)
+    path = folder / f"{_hash(x, of_some)}.safetensors"
     with contextlib.suppress(OSError, SafetensorError, KeyError):
         found = load_file(path)["features"]
         if found.shape[:1] == x.shape[:1]:
             return found
-    features = compute_features(x, by, at_once)
+    if _bytes(compute_features(some.flip(0), by, 1).flip(0)) != _bytes(of_some):
+        raise ConfigError(
+            "data.features_of: it gives the same records other features when it is called again; the features of a "
+            "record must depend on that record alone, without random numbers."
+        )
+    features = compute_features(x, by)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         save_file({"features": features}, f"{unfinished}/features")
+        os.chmod(f"{unfinished}/features", 0o600)
         os.replace(f"{unfinished}/features", path)
     return features
 
 
-def _file_name(x: Tensor, by: Map) -> str:
+def _hash(*tensors: Tensor) -> str:
     """A hash of the records, and of the features of some of them, which tell maps apart."""
-    some = torch.linspace(0, len(x) - 1, min(len(x), _COMPARED)).long()
     digest = hashlib.sha256()
-    for tensor in (x, compute_features(x[some], by)):
+    for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(_bytes(tensor))
     return digest.hexdigest()[:32]
 
 
-def compute_features(x: Tensor, by: Map, at_once: int = 1) -> Tensor:
-    """The features of x, computed with a progress bar."""
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def compute_features(x: Tensor, by: Map, at_once: int | None = None) -> Tensor:
+    """The features of x, computed with a progress bar; `at_once` records per call, by default the map's own number."""
     from rich.progress import track
 
-    features = torch.empty(0)
+    features, at_once = torch.empty(0), at_once or getattr(by, "at_once", 1)
     with torch.no_grad():
-        for start in track(range(0, len(x), at_once), "features", transient=True):
+        for start in track(range(0, len(x), at_once), "features", transient=True, disable=len(x) <= _COMPARED):
             chunk = by(x[start : start + at_once]).contiguous()
             if not start:
                 features = torch.empty(len(x), *chunk.shape[1:], dtype=chunk.dtype)
             features[start : start + len(chunk)] = chunk
     return features
+
+
+class OnFeatures(nn.Module):
+    """A model of x, from a map to features and a model of them."""
+
+    def __init__(self, by: Map, model: nn.Module) -> None:
+        super().__init__()
+        self.by, self.model = by, model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(compute_features(x, self.by))
 
 
 class Scattering:
@@ -101,10 +129,12 @@ class Scattering:
     `groups` are those of a parameter-free GroupNorm; None: no normalization.
     """
 
+    at_once = 64
+
     def __init__(self, shape: list[int], J: int = 2, L: int = 8, groups: int | None = None) -> None:
         channels = shape[0] * (1 + J * L + L * L * J * (J - 1) // 2)
         if groups is not None and not (isinstance(groups, int) and groups > 0 and channels % groups == 0):
-            raise ConfigError(f"data.module.by.groups={groups} must divide the {channels} channels.")
+            raise ConfigError(f"data.features_of.groups={groups} must divide the {channels} channels.")
         try:
             # kymatio's own top level imports what SciPy no longer has.
             from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
@@ -133,10 +163,10 @@ class RandomFeatures:
         positive = all(isinstance(number, int) and number > 0 for number in (channels, count, size, groups))
         if not positive or count % groups or size % 2 == 0:
             raise ConfigError(
-                f"data.module.by: channels={channels}, count={count}, size={size} and groups={groups} must be positive "
-                "integers; groups must divide count, and size must be odd."
+                f"data.features_of: channels={channels}, count={count}, size={size} and groups={groups} must be "
+                "positive integers; groups must divide count, and size must be odd."
             )
-        self._of, self._groups = of, groups
+        self._of, self._groups, self.at_once = of, groups, getattr(of, "at_once", 1)
         self._kernels = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(0))
         self._kernels /= math.sqrt(channels * size * size)
 
@@ -153,6 +183,7 @@ class Joined:
 
     def __init__(self, of: Sequence[Map]) -> None:
         self._of = list(of)
+        self.at_once = min(getattr(by, "at_once", 1) for by in self._of)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, ...] -> [B, features of all maps]."""
@@ -160,18 +191,45 @@ class Joined:
 
 
 class Backbone:
-    """The features of an nn.Sequential trained on other data, without its last `head` layers.
+    """A network trained on public data, up to one of its layers, in evaluation mode.
 
-    `weights` is the file weights.safetensors of the job that trained it.
+    Args:
+        model: the network.
+        layer: its features are the output of this module, by its name in `model.named_modules()`; None: the network's.
+        size: images [3, H, W] are resized to so many pixels in each direction, by bicubic interpolation; None: they
+            are not.
+        mean, std: of each channel in [0, 1], by which images in [-1, 1] are normalized; None: they are not.
+        weights: the file weights.safetensors of the job that trained it; None: the model has its weights.
     """
 
-    def __init__(self, model: nn.Module, weights: str, head: int = 1) -> None:
-        if not isinstance(model, nn.Sequential) or not 0 < head < len(model):
+    def __init__(
+        self, model: nn.Module, layer: str | None = None, size: int | None = None, mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None, weights: str | None = None,
+    ) -> None:  # fmt: skip
+        layers = dict(model.named_modules())
+        if layer is not None and layer not in layers:
             raise ConfigError(
-                f"data.module.by.model: {type(model).__name__} is not an nn.Sequential of more than {head} layers."
+                f"data.features_of.layer={layer} is no module of {type(model).__name__}, whose modules are "
+                f"{', '.join(name for name in layers if name)}."
             )
-        load_weights(model, Path(weights).expanduser())
-        self._layers = nn.Sequential(*list(model)[:-head]).eval()
+        if (mean is None) != (std is None):
+            raise ConfigError(f"data.features_of: give mean={mean} and std={std} both, or neither.")
+        if weights is not None:
+            load_weights(model, Path(weights).expanduser())
+        self._model, self._size = model.eval(), size
+        self._normal = None if mean is None else (torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1))
+        self._output: Any = None
+        layers[layer or ""].register_forward_hook(self._keep)
+
+    def _keep(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        self._output = output
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._layers(x)
+        """[B, ...] -> [B, d]."""
+        if self._size is not None:
+            x = nn.functional.interpolate(x, size=(self._size, self._size), mode="bicubic")
+        if self._normal is not None:
+            mean, std = self._normal
+            x = ((x + 1) / 2 - mean) / std
+        self._model(x)
+        return scores_of(self._output).flatten(1)
