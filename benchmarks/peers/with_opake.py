@@ -4,7 +4,6 @@ from importlib.metadata import version  # measured
 
 import opake.accounting as accounting
 import opake.dpsgd.accounting as dpsgd
-import torch
 from opake.dpsgd.clipping import clipped_grad
 from opake.dpsgd.noise import gaussian_noise
 from opake.dpsgd.sampling import PoissonSampler
