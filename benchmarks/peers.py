@@ -1,11 +1,12 @@
 """The same private training by dpexp and by other libraries, each through the interface that its documentation shows.
 
-    python benchmarks/peers.py DATA --fastdp PYTHON --jax PYTHON --tf PYTHON
+    python benchmarks/peers.py DATA --fastdp PYTHON --jax PYTHON --tf PYTHON --opake PYTHON
 
 DATA is a folder with MNIST's four standard files. What is trained, and how, is in benchmarks/peers/: one script a
 library. dpexp and Opacus run in this interpreter, the others in those that are given, or not at all. Each run is a
 process of its own on one core, one after another, the libraries in turn (A B C A B C …). Runs are appended to
---results, from which the tables in docs/peers.md are made: what is there already is not run again.
+--results, from which the tables in docs/peers.md are made: what is there already is not run again. A library without
+a run there keeps the row that the page has.
 """
 
 import argparse
@@ -31,6 +32,7 @@ SCRIPTS = {
     "fastDP": "with_fastdp.py",
     "JAX Privacy": "with_jax_privacy.py",
     "TensorFlow Privacy": "with_tf_privacy.py",
+    "Opake": "with_opake.py",
 }
 SHUFFLED = ("fastDP", "TensorFlow Privacy")
 HEAD = ["", "version", "runs", "accuracy", "z", "ε, said", "ε, PLD"]
@@ -41,12 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="folder of MNIST's files")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    for name in ("fastdp", "jax", "tf"):
+    for name in ("fastdp", "jax", "tf", "opake"):
         parser.add_argument(f"--{name}", help="an interpreter that has it")
     parser.add_argument("--results", default="outputs/peers.jsonl")
     given = parser.parse_args()
     pythons = dict.fromkeys(SCRIPTS, sys.executable)
     pythons |= {"fastDP": given.fastdp, "JAX Privacy": given.jax, "TensorFlow Privacy": given.tf}
+    pythons |= {"Opake": given.opake}
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     results = Path(given.results)
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +65,10 @@ def main() -> None:
                 print(run, flush=True)
                 with results.open("a") as file:
                     file.write(json.dumps(run) + "\n")
-    text = "\n".join(f"### {title}\n\n{table(work, read(results))}" for work, title in WORKS.items())
-    between = re.compile("(<!-- made -->\n).*(<!-- end -->)", re.DOTALL)
-    PAGE.write_text(between.sub(lambda marks: f"{marks[1]}\n{text}\n{marks[2]}", PAGE.read_text()))
+    before, made, after = re.split("(?<=<!-- made -->\n)(.*)(?=<!-- end -->)", PAGE.read_text(), flags=re.DOTALL)
+    was = dict(zip(WORKS, made.split("### ")[1:], strict=True))
+    text = "\n".join(f"### {title}\n\n{table(work, read(results), was[work])}" for work, title in WORKS.items())
+    PAGE.write_text(f"{before}\n{text}\n{after}")
 
 
 def read(results: Path) -> list[dict]:
@@ -109,7 +113,9 @@ def from_job(folder: Path) -> dict:
     return clock | found | {"epsilon": result["epsilon"]["pld"]}
 
 
-def table(work: str, runs: list[dict]) -> str:
+def table(work: str, runs: list[dict], was: str) -> str:
+    """Of `runs`; and of `was`, the table before, for a library that has none."""
+    kept = {cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in was.splitlines())}
     rows = [HEAD, ["---"] * len(HEAD)]
     for name in SCRIPTS:
         mine = [run for run in runs if (run["name"], run["work"]) == (name, work)]
@@ -118,6 +124,8 @@ def table(work: str, runs: list[dict]) -> str:
             rows.append([name, mine[-1]["error"], *[""] * (len(HEAD) - 2)])
         elif done:
             rows.append([name, *row(name, done)])
+        elif name in kept:
+            rows.append(kept[name])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
