@@ -71,6 +71,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             lambda: refusals.refuse_settings(trainer, pl_module, self.plan.rounds),
         )  # fmt: skip
         replace_training_loader(trainer, self._rounds)
+        if not self.plan.rounds:  # Lightning's training does not start
+            self._preprocess()
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated.clear()
