@@ -242,7 +242,7 @@ def silence_lightning() -> None:
     for package in ("pytorch_lightning", "lightning.pytorch"):
         for name in (package, f"{package}.utilities.rank_zero"):  # an import of the package sets the level of the first
             logging.getLogger(name).setLevel(logging.ERROR)
-    for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"):
+    for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True", "with no optimizer"):
         warnings.filterwarnings("ignore", f".*{words}.*")
 
 

@@ -125,8 +125,8 @@ def make_plan(
     preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
     if preprocessing and privacy_unit != Example():
         raise ConfigError(
-            f"preprocessing={preprocessing[0].query} bounds what an example contributes, not a {privacy_unit}; choose "
-            "privacy_unit=example."
+            f"{preprocessing[0].query}, which is released once, bounds what an example contributes, not a "
+            f"{privacy_unit}; choose privacy_unit=example."
         )
     if has_no_rounds(module):
         return _without_rounds(preprocessing, records, adjacency, target, privacy_target, calibrate)
