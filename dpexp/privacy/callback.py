@@ -80,7 +80,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.fail_together():
-            refusals.refuse_optimizers(trainer, pl_module)
+            if self.plan.rounds:
+                refusals.refuse_optimizers(trainer, pl_module)
         self._preprocess()
         muted_logging.mute(pl_module, self._logged)
         trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds
