@@ -148,9 +148,7 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     once = len(ledger) - ledger.training_rounds
     before = f", {once} release{'s' * (once > 1)} before training" if once else ""
     of = f" of a {ledger.unit}" if ledger.record else ""
-    console.print(
-        f"{runs}{trained}{before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}"
-    )
+    console.print(f"{runs}{trained}{before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}")
     _say_parts(ledgers)
     if len(named := {source.data_id for source in sources} - {None}) > 1:
         several = escape(", ".join(sorted(map(str, named))))

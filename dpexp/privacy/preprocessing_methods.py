@@ -339,8 +339,8 @@ def preprocessing_of(module: nn.Module) -> dict[str, Preprocessing]:
     if len(found) > 1:
         raise ConfigError("model: it has several PreprocessedModel modules; put all preprocessing steps into one.")
     steps: dict[str, Preprocessing] = dict(found[0].preprocessing.items()) if found else {}  # type: ignore[arg-type]
-    models = [part for part in module.modules() if isinstance(part, Preprocessing) and part.is_model]
-    return steps | {"model": model for model in models}
+    model = next((part for part in module.modules() if isinstance(part, Preprocessing) and part.is_model), None)
+    return steps | ({"model": model} if model is not None else {})
 
 
 def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTimeQueryEvent | ParallelQueryEvent, ...]:
