@@ -144,12 +144,11 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
     distinct = sum(round_.one_time_query is None for round_ in ledger.rounds)
     kinds = f"{distinct} distinct" if distinct > 1 else "all alike"
+    trained = f"{ledger.training_rounds} rounds ({kinds})" if distinct else "no rounds"
     once = len(ledger) - ledger.training_rounds
     before = f", {once} release{'s' * (once > 1)} before training" if once else ""
     of = f" of a {ledger.unit}" if ledger.record else ""
-    console.print(
-        f"{runs}{ledger.training_rounds} rounds ({kinds}){before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}"
-    )
+    console.print(f"{runs}{trained}{before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}")
     _say_parts(ledgers)
     if len(named := {source.data_id for source in sources} - {None}) > 1:
         several = escape(", ".join(sorted(map(str, named))))

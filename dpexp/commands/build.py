@@ -23,7 +23,7 @@ from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_o
 from dpexp.config import BY_GROUP, CONF, part_of
 from dpexp.errors import ConfigError, place_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
-from dpexp.privacy.plan.make import Clipping, make_plan
+from dpexp.privacy.plan.make import Clipping, has_no_rounds, make_plan
 from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, preprocessing_of
@@ -56,7 +56,8 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
     """The plan at an arbitrary noise, which takes no time to make: it checks all but the calibration."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preprocessing in preprocessing_of(module).values():
-        preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
+        if not preprocessing.is_model:
+            preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
     noise = Noise(**values_of(cfg.noise))
     if noise.bands == AUTO:
         noise.bands = 1
@@ -211,11 +212,14 @@ def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyP
 
 def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> None:
     """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known."""
-    cfg.rounds = plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
-    if not isinstance(module, Classifier):
-        chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
+    cfg.rounds = 0 if has_no_rounds(module) else plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
+    if not cfg.rounds or not isinstance(module, Classifier):
+        ignored, why = "optimizer|scheduler", f"{type(module).__name__} configures its own"
+        if not cfg.rounds:
+            ignored, why = f"{ignored}|{_OF_ROUNDS}", "the model is one release over all records, without rounds"
+        chosen = [o for o in HydraConfig.get().overrides.task if re.match(rf"[+~]*({ignored})\b", o)]
         if chosen:
-            raise ConfigError(f"{chosen[0]} would be ignored: {type(module).__name__} configures its own.")
+            raise ConfigError(f"{chosen[0]} would be ignored: {why}; leave it out.")
         return
     module.optimizer = make("optimizer", {**cfg.optimizer} | default_learning_rate(cfg, plan), _partial_=True)
     if cfg.scheduler:
@@ -228,9 +232,15 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
         raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(values)}: {error}.") from error
 
 
+_OF_ROUNDS = (
+    "sampling|schedule|group|clip_norm|alpha|mechanism|clip_rule|allocation|noise|vectors|private_metrics|augment|"
+    "data.class_weights|audit|callbacks|checkpoint.every_n_rounds"
+)
+
+
 def default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, float]:
     """{"lr": what optimizer.lr=auto means for the plan}; {} if the learning rate is given."""
-    if cfg.optimizer.get("lr") != AUTO:
+    if cfg.optimizer.get("lr") != AUTO or not cfg.rounds:
         return {}
     _check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
     norm = plan.gradient_norm if plan else 1.0
@@ -242,7 +252,7 @@ def silence_lightning() -> None:
     for package in ("pytorch_lightning", "lightning.pytorch"):
         for name in (package, f"{package}.utilities.rank_zero"):  # an import of the package sets the level of the first
             logging.getLogger(name).setLevel(logging.ERROR)
-    for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"):
+    for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True", "with no optimizer"):
         warnings.filterwarnings("ignore", f".*{words}.*")
 
 
@@ -269,7 +279,7 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
         load_initial_weights(model, Path(weights).expanduser(), head_parameters(model, getattr(tuning, "head", None)))
         _refuse_non_private_weights(cfg, Path(weights).expanduser())
     model = tuning(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()) and not has_no_rounds(model):
         raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is trainable.")
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)

@@ -164,6 +164,7 @@ def _check(cfg: DictConfig) -> None:
         try:
             with explained(job.trainer):
                 job.trainer.fit(job.module, datamodule=job.data)
+            terminal.print_check()
         except DryRunDone as done:
             terminal.print_check(str(done.step.mode), done.step.seconds_of_round, job.plan.rounds)
 
@@ -180,7 +181,7 @@ def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
     if "shape: ${image_shape:" in given:
         chosen.append(f"data.shape={[*cfg.data.shape]}, for a small model where images are few")
     batch = None if cfg.calibrate.startswith("sampling_rate") else cfg.sampling.expected_batch_size
-    if plan and "size: ${unless:" in given and batch:
+    if plan and plan.rounds and "size: ${unless:" in given and batch:
         size, records = f"{batch:.5g}", plan.privacy_unit.plural
         chosen.append(f"sampling.expected_batch_size={size}, of a quarter of the {records}, at most 512")
     if isinstance(module, Classifier) and (found := build.default_learning_rate(cfg, plan)):

@@ -71,6 +71,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             lambda: refusals.refuse_settings(trainer, pl_module, self.plan.rounds),
         )  # fmt: skip
         replace_training_loader(trainer, self._rounds)
+        if not self.plan.rounds:  # Lightning's training does not start
+            self._preprocess()
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated.clear()
@@ -78,7 +80,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.fail_together():
-            refusals.refuse_optimizers(trainer, pl_module)
+            if self.plan.rounds:
+                refusals.refuse_optimizers(trainer, pl_module)
         self._preprocess()
         muted_logging.mute(pl_module, self._logged)
         trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds

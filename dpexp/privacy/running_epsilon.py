@@ -23,7 +23,7 @@ class RunningEpsilon:
         self.epsilon = self.at_most = 0.0
         self.read_at = self._since = 0
         self._plan, self._delta, self._accountant = plan, delta, accountant
-        self._every = math.ceil(plan.rounds / _READINGS)
+        self._every = math.ceil(max(1, plan.rounds) / _READINGS)
         self._before = Ledger(plan.adjacency, {})
 
     @property

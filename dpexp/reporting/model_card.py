@@ -75,21 +75,22 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     correlated = f"noise correlated over b = {len(plan.bands)} rounds, c = ({coefficients}), " if plan.bands[1:] else ""
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
     lines += [
-        f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
-        f"{plan.privacy_unit.plural}; "
+        (f"{result['rounds']} rounds" if plan.rounds else "No rounds; one release")
+        + f" with sampling {plan.sampling.name} at q = {q} of n = {plan.n} {plan.privacy_unit.plural}; "
         + correlated
         + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
         + f"noise multiplier z = {range_of((now.noise_multiplier for now in stages), 4)}"
         f"{schedule}."
         + (f" Only training records of {plan.part} were used." if plan.part else ""), "",
-        "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
     ]  # fmt: skip
+    if plan.groups:
+        lines += ["| group | parameters | S_g | σ̃_g |", "|---|---|---|---|"]
     for group in plan.groups:
         same = [one for now in stages for one in now.groups if one.name == group.name] or [group]
         S, sigma = (range_of((getattr(one, name) for one in same), 4) for name in ("S", "sigma"))
         lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
     for event in plan.preprocessing:
-        lines += ["", f"Before the first round: {before_training(event, plan, result['delta'])}."]
+        lines += ["", f"{before_training(event, plan, result['delta'])}."]
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
         _NOT_COVERED, "",

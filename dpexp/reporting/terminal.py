@@ -46,7 +46,9 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         return
     last = plan.sampling.at_round(int(plan.sampling.rounds_per_epoch) - 1, plan.n)
     _print(
-        f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
+        f"[bold]Plan[/]: no rounds, all {plan.n} {plan.privacy_unit.plural} at once, z = {plan.noise_multiplier:.4g}"
+        if not plan.rounds
+        else f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
         f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.privacy_unit.plural}), z = "
         f"{plan.noise_multiplier:.4g}"
         + (f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}" if last.weight < 1 else "")
@@ -65,10 +67,11 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
             line += " in place of " + ", ".join(f"{key}={value}" for key, value in replaced(cfg).items())
         _print(escape(line))
     for event in plan.preprocessing:
-        _print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}")
-    console.print(plan_table(plan))
+        _print(before_training(event, plan, cfg.privacy.delta))
+    if plan.rounds:
+        console.print(plan_table(plan))
     alphas = [{*group.alphas} for group in plan.groups if not group.is_metric]
-    if plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):
+    if alphas and plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):
         _print("With equal scales α_j, as here, joint clipping is separate clipping; alpha=adaptive learns the scales.")
     for text in notes:
         _print(text)
@@ -101,19 +104,20 @@ def _allocation(plan: PrivacyPlan) -> str:
     )
 
 
-def print_check(step: str, seconds: float, rounds: int) -> None:
-    """Prints what a job that was only checked will take; `seconds`: of a round, 0 if unknown."""
+def print_check(step: str = "", seconds: float = 0.0, rounds: int = 0) -> None:
+    """Prints what a job that was only checked will take; `seconds`: of a round, 0 if unknown; "": it has no rounds."""
     total = timedelta(seconds=round(seconds * rounds))
     takes = f"{rounds} rounds of {1e3 * seconds:.3g} ms take about {total} (h:mm:ss)" if seconds else f"{rounds} rounds"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    _print(f"Checked: each record's step is {step}; {takes}; {memory:.1f} GiB of memory so far. Nothing was released.")
+    takes = f"each record's step is {step}; {takes}" if step else "no rounds"
+    _print(f"Checked: {takes}; {memory:.1f} GiB of memory so far. Nothing was released.")
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:
     """Prints the names of the trained parameters, if some are frozen."""
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     total = sum(p.numel() for p in module.parameters())
-    if sum(sizes.values()) < total:
+    if 0 < sum(sizes.values()) < total:
         some = [*sizes][:_MAX_NAMES]
         more = f" and {len(sizes) - len(some)} more" if len(sizes) > len(some) else ""
         _print(f"[bold]Trained[/]: {sum(sizes.values()):,} of {total:,} weights: {escape(', '.join(some))}{more}")
@@ -129,7 +133,8 @@ def before_training(event: OneTimeQueryEvent | ParallelQueryEvent, plan: Privacy
     scale = max(query.scale for query in queries)
     own = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
     cost = f"ε = {up(epsilon(own, delta), 3)} by itself"
-    return f"{event.query}{disjoint}: S = {queries[0].S:.4g}, {noise} = {scale:.4g}, {cost}"
+    when = "Before the first round" if plan.rounds else "Released once"
+    return f"{when}: {event.query}{disjoint}: S = {queries[0].S:.4g}, {noise} = {scale:.4g}, {cost}"
 
 
 def plan_table(plan: PrivacyPlan) -> Table:

@@ -101,6 +101,10 @@ class LastCheckpoint(pl.Callback):
         except (OSError, RuntimeError) as error:  # full disk: the weights may still fit
             warnings.warn(f"no checkpoint of the last round could be written: {error}")
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.max_steps:  # without rounds, no training has ended
+            self.on_train_end(trainer, pl_module)
+
 
 class LastWeights(pl.Callback):
     """Copies the weights of the last round, before a later callback replaces them by an average."""

@@ -181,7 +181,8 @@ class Classifier(pl.LightningModule):
         self._tested = []
 
     def configure_optimizers(self) -> Any:
-        assert self.optimizer is not None
+        if self.optimizer is None:  # there are no rounds
+            return None
         optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer

@@ -266,6 +266,17 @@ BAD = {
     "data.module._target_=own_for_test.NoTrainingSet": "data.module: it has no train_dataloader",
     "~model.shape ~model.classes model._target_=own_for_test.Whole preprocessing=[pca]":
         "is for a plain model, and model=own_for_test.Whole is a LightningModule; use PreprocessedModel",
+    "model=least_squares model.ridge=-1": "model.ridge=-1 must be a finite number above 0",
+    "model=least_squares model.classes=1": "model.classes=1 must be at least 2; or null",
+    "model=least_squares model.classes=null": "model.label_bound=None must be given with numbers as labels",
+    "model=least_squares model.label_bound=3": "model.label_bound=3 is not for classes=10",
+    "model=least_squares sampling.steps=20":
+        "sampling.steps=20 would be ignored: the model is one release over all records, without rounds",
+    "model=least_squares mechanism=joint": "mechanism=joint would be ignored: the model is one release",
+    "model=least_squares audit=dirac": "audit=dirac would be ignored: the model is one release over all records",
+    "model=least_squares privacy_unit=user": "bounds what an example contributes, not a user; choose privacy_unit=",
+    "model=least_squares calibrate=clip_norm privacy.noise_multiplier=1 privacy.epsilon=1":
+        "calibrate=clip_norm is about rounds of training, and the model has none; choose calibrate=noise_multiplier",
 }  # fmt: skip
 # The same, before torch is imported
 EARLY = {
@@ -292,7 +303,7 @@ EARLY = {
     "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
     "privacy.epsilon={a:[1": "privacy.epsilon={a:[1: ",
     "+modle.x=3": "there is no 'modle'; did you mean 'model'",
-    "model=null": "model has no option 'null'. Known: causal_lm, cnn, logistic, lstm, mlp",
+    "model=null": "model has no option 'null'. Known: causal_lm, cnn, least_squares, logistic, lstm, mlp",
     "model._target_=null": "does not name what to make",
     "optimizer.lr=nan": "optimizer.lr=nan is not a number",
     "privacy.epsilon=1 privacy.noise_multiplier=1": "exactly one of privacy.epsilon or privacy.noise_multiplier",

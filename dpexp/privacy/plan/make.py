@@ -10,6 +10,7 @@ from torch import nn
 from dpexp._lightning_compat import refuse_mixed
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.coverage import check_covered
+from dpexp.accounting.ledger import OneTimeQueryEvent, ParallelQueryEvent
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
@@ -29,10 +30,10 @@ from dpexp.privacy.plan.clipping import (
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
-from dpexp.privacy.preprocessing_methods import parts_of, queries
+from dpexp.privacy.preprocessing_methods import parts_of, preprocessing_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
-from dpexp.privacy.sampling.policies import CyclicPoisson, RandomAllocation
+from dpexp.privacy.sampling.policies import CyclicPoisson, FullBatch, RandomAllocation
 from dpexp.privacy.sampling.privacy_unit import Example
 
 
@@ -88,6 +89,9 @@ def make_plan(
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
 
+    A module without any, whose model is a query of its own (`LeastSquares`), has a plan of no rounds: its z is the
+    noise multiplier of that query, and sampling, clipping, allocation, noise, schedules and metrics have no meaning.
+
     Args:
         n: published number of training examples; users: of users, if `privacy_unit` is a `User`.
         target: the privacy target, for which z is calibrated; or z itself.
@@ -118,6 +122,14 @@ def make_plan(
     schedules.check(sampling, calibrate)
     privacy_target = _privacy_target(target)
     noise.check(policy.name, calibrate, privacy_target is not None, sampling.partitions)
+    preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
+    if preprocessing and privacy_unit != Example():
+        raise ConfigError(
+            f"{preprocessing[0].query}, which is released once, bounds what an example contributes, not a "
+            f"{privacy_unit}; choose privacy_unit=example."
+        )
+    if has_no_rounds(module):
+        return _without_rounds(preprocessing, records, adjacency, target, privacy_target, calibrate)
     if not trainable(module):
         raise ConfigError(
             "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
@@ -145,12 +157,6 @@ def make_plan(
         raise ConfigError(
             f"private_metrics.release.{apart}.every_n_rounds={metrics[apart].every_n_rounds} must be 1 with "
             f"sampling={policy.name}, where all rounds of an epoch are accounted as equal; or choose sampling=poisson."
-        )
-    preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
-    if preprocessing and privacy_unit != Example():
-        raise ConfigError(
-            f"preprocessing={preprocessing[0].query} bounds what an example contributes, not a {privacy_unit}; choose "
-            "privacy_unit=example."
         )
     shares = allocation.shares(grouped, clipped)
     gradients = {name: MetricRelease(grouped[name], own, remaining * shares[name]) for name, own in clipped.items()}
@@ -203,6 +209,42 @@ def make_plan(
     tried = (with_bands(b) for b in candidates(policy.q, rounds, sampling.partitions))
     beta = noise.momentum or 0.0
     return least_error((plan.noise_multiplier * error(plan.bands, rounds, beta), plan) for plan in tried)
+
+
+def has_no_rounds(module: nn.Module) -> bool:
+    """Whether a module's model is a query that is answered once, so that there is nothing to train."""
+    released = next((step for step in preprocessing_of(module).values() if step.is_model), None)
+    if released is not None and trainable(module):
+        raise ConfigError(
+            f"model: {type(released).__name__} is released once, and {next(iter(trainable(module)))} is to be trained; "
+            "freeze all parameters, or choose another model."
+        )
+    return released is not None
+
+
+def _without_rounds(
+    queries: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...], n: int, adjacency: str, target: Target,
+    privacy_target: Epsilon | MaxAdvantage | MaxTpr | None, calibrate: str,
+) -> PrivacyPlan:  # fmt: skip
+    """The plan of queries on all records, of which the last has the noise multiplier z."""
+    if calibrate != "noise_multiplier":
+        raise ConfigError(
+            f"calibrate={calibrate} is about rounds of training, and the model has none; choose "
+            "calibrate=noise_multiplier."
+        )
+    target.check(calibrate, explicit=False)
+    *earlier, last = queries
+    assert isinstance(last, OneTimeQueryEvent)
+
+    def plan_at(z: float) -> PrivacyPlan:
+        released = (*earlier, replace(last, scale=z * last.S))
+        return PrivacyPlan(FullBatch(), n, 0, (), adjacency, preprocessing=released, delta=target.delta)
+
+    if target.noise_multiplier is not None:
+        return _checked(plan_at(target.noise_multiplier))
+    assert privacy_target is not None  # as Target.check requires
+    solved = solve(calibrate, lambda z: plan_at(z).ledger(), privacy_target, target.accountant, start=1.0)
+    return _checked(replace(plan_at(solved.value), calibration=solved))
 
 
 def _privacy_target(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:

@@ -106,7 +106,7 @@ class PrivacyPlan:
         schedule: multipliers of z, q and S_g in each round; `sampling` and `groups` do not include them.
         adaptive: the targets of adaptive clipping norms, if any; `groups` has the norms of the first round.
         calibration: the value that was calibrated, if one was.
-        preprocessing: the queries over all records before the first round.
+        preprocessing: the queries over all records before the first round; without rounds, the last is the model.
         privacy_unit: what a record is.
         delta: the δ at which ε is stated, if one was given.
         part: the only records of the data set that are used; None: all.
@@ -127,7 +127,10 @@ class PrivacyPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4) of a round that releases all groups, before the schedule."""
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4) of a round that releases all groups, before the schedule;
+        without rounds, of the last query."""
+        if not self.rounds and isinstance(last := self.preprocessing[-1], OneTimeQueryEvent):
+            return last.scale / last.S
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
 
     @property
@@ -145,7 +148,7 @@ class PrivacyPlan:
     @property
     def bands(self) -> tuple[float, ...]:
         """c of the gradients' noise."""
-        return max((group.bands for group in self.groups), key=len)
+        return max((group.bands for group in self.groups), key=len, default=(1.0,))
 
     @property
     def clip_rules(self) -> str:

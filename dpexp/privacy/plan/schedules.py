@@ -39,7 +39,7 @@ class Schedule:
         """(first round, number of rounds) of segments in which no multiplier changes; `breaks` begin new ones."""
         starts = {start for field in fields(self) for start, _ in getattr(self, field.name)}
         ordered = sorted(start for start in {*starts, *breaks} if start < rounds)
-        for start, end in zip(ordered, [*ordered[1:], rounds], strict=True):
+        for start, end in zip(ordered, [*ordered, rounds][1:], strict=True):
             yield start, end - start
 
 
