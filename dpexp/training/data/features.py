@@ -32,7 +32,7 @@ class Features(TensorData):
 
     Args:
         of: data module whose training and test sets are TensorDatasets of (x, y).
-        by: the map, x [B, ...] -> features [B, ...]. It gets one record at a time, or `by.at_once` of them, if a
+        by: the map, x [B, ...] -> features [B, ...]. It gets one record at a time, or its `at_once` of them, where a
             record's features are bitwise the same whatever the others are.
         cache: folder of the files of features, which are as private as the records.
 
