@@ -198,7 +198,8 @@ class Backbone:
         layer: its features are the output of this module, by its name in `model.named_modules()`; None: the network's.
         size: images [3, H, W] are resized to so many pixels in each direction, by bicubic interpolation; None: they
             are not.
-        mean, std: of each channel in [0, 1], by which images in [-1, 1] are normalized; None: they are not.
+        mean: of each channel in [0, 1], by which, and by `std`, images in [-1, 1] are normalized; None: they are not.
+        std: likewise.
         weights: the file weights.safetensors of the job that trained it; None: the model has its weights.
     """
 
