@@ -46,8 +46,8 @@ class Features(TensorData):
         train, test = ((cached_features(x, by, folder), y) for x, y in sets)
         super().__init__(train, test)
         self.of, self.class_names = of, getattr(of, "class_names", None)
-        if hasattr(sets_of := getattr(of, "train", None), "user_of"):
-            self.train.user_of = sets_of.user_of
+        if (users := getattr(getattr(of, "train", None), "user_of", None)) is not None:
+            self.train.user_of = users
 
 
 def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
@@ -100,10 +100,10 @@ def compute_features(x: Tensor, by: Map, at_once: int | None = None) -> Tensor:
     """The features of x, computed with a progress bar; `at_once` records per call, by default the map's own number."""
     from rich.progress import track
 
-    features, at_once = torch.empty(0), at_once or getattr(by, "at_once", 1)
+    features, each = torch.empty(0), at_once or int(getattr(by, "at_once", 1))
     with torch.no_grad():
-        for start in track(range(0, len(x), at_once), "features", transient=True, disable=len(x) <= _COMPARED):
-            chunk = by(x[start : start + at_once]).contiguous()
+        for start in track(range(0, len(x), each), "features", transient=True, disable=len(x) <= _COMPARED):
+            chunk = by(x[start : start + each]).contiguous()
             if not start:
                 features = torch.empty(len(x), *chunk.shape[1:], dtype=chunk.dtype)
             features[start : start + len(chunk)] = chunk
