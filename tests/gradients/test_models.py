@@ -8,15 +8,18 @@
 Image models need timm and torchvision: extra [models].
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a script, which pytest's path is not for
+
 import zoo  # noqa: F401  # first: pytorch_lightning imports torchvision, where there is one
 
 # isort: split
 import importlib
 import re
-import sys
 import warnings
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch

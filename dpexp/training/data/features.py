@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -190,12 +191,53 @@ class Joined:
         return torch.cat([by(x).flatten(1) for by in self._of], dim=1)
 
 
+class Mirrored:
+    """Another map's features of an image, averaged with those of its mirror image: to a linear model, two views."""
+
+    def __init__(self, of: Map) -> None:
+        self._of, self.at_once = of, getattr(of, "at_once", 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, c, H, W] -> [B, ...]."""
+        return self._of(torch.cat([x, x.flip(-1)])).unflatten(0, (2, -1)).mean(0)
+
+
+class Deskewed:
+    """Another map's features of images that are centred and sheared upright by their moments (LeCun et al. 1998,
+    "Gradient-based learning applied to document recognition", section III: deslanting).
+
+    The moments are those of x + 1: the background of images in [-1, 1] is -1.
+    """
+
+    def __init__(self, of: Map) -> None:
+        self._of, self.at_once = of, getattr(of, "at_once", 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, c, H, W] -> [B, ...]."""
+        return self._of(torch.cat([_upright(one[None]) for one in x]))
+
+
+def _upright(x: Tensor) -> Tensor:
+    image = (x + 1) / 2
+    mass = image.sum((0, 1))
+    mass = mass / mass.sum().clamp(min=1e-6)
+    down, right = torch.linspace(-1, 1, mass.shape[0])[:, None], torch.linspace(-1, 1, mass.shape[1])
+    row, column = (mass * down).sum(), (mass * right).sum()
+    slant = (mass * (down - row) * (right - column)).sum() / (mass * (down - row) ** 2).sum().clamp(min=1e-5)
+    shear = torch.eye(2, 3)[None]
+    shear[0, 0, 1], shear[0, 0, 2], shear[0, 1, 2] = slant.clamp(-1, 1), column, row
+    grid = nn.functional.affine_grid(shear, list(x.shape), align_corners=True)
+    return nn.functional.grid_sample(image, grid, align_corners=True) * 2 - 1
+
+
 class Backbone:
     """A network trained on public data, up to one of its layers, in evaluation mode.
 
     Args:
         model: the network.
         layer: its features are the output of this module, by its name in `model.named_modules()`; None: the network's.
+            A list: the outputs of all of these, each averaged over positions and then shifted and scaled to mean 0 and
+            variance 1 over channels.
         size: images [3, H, W] are resized to so many pixels in each direction, by bicubic interpolation; None: they
             are not.
         mean: of each channel in [0, 1], by which, and by `std`, images in [-1, 1] are normalized; None: they are not.
@@ -204,13 +246,15 @@ class Backbone:
     """
 
     def __init__(
-        self, model: nn.Module, layer: str | None = None, size: int | None = None, mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None, weights: str | None = None,
+        self, model: nn.Module, layer: str | Sequence[str] | None = None, size: int | None = None,
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None, weights: str | None = None,
     ) -> None:  # fmt: skip
         layers = dict(model.named_modules())
-        if layer is not None and layer not in layers:
+        self._several = not isinstance(layer, str | None)
+        self._outputs: dict[str, Any] = dict.fromkeys([layer or ""] if not self._several else layer)
+        if unknown := [name for name in self._outputs if name not in layers]:
             raise ConfigError(
-                f"data.features_of.layer={layer} is no module of {type(model).__name__}, whose modules are "
+                f"data.features_of.layer={unknown[0]} is no module of {type(model).__name__}, whose modules are "
                 f"{', '.join(name for name in layers if name)}."
             )
         if (mean is None) != (std is None):
@@ -219,11 +263,11 @@ class Backbone:
             load_weights(model, Path(weights).expanduser())
         self._model, self._size = model.eval(), size
         self._normal = None if mean is None else (torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1))
-        self._output: Any = None
-        layers[layer or ""].register_forward_hook(self._keep)
+        for name in self._outputs:
+            layers[name].register_forward_hook(partial(self._keep, name))
 
-    def _keep(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        self._output = output
+    def _keep(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        self._outputs[name] = scores_of(output)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, ...] -> [B, d]."""
@@ -233,4 +277,7 @@ class Backbone:
             mean, std = self._normal
             x = ((x + 1) / 2 - mean) / std
         self._model(x)
-        return scores_of(self._output).flatten(1)
+        if not self._several:
+            return next(iter(self._outputs.values())).flatten(1)
+        means = [output.flatten(2).mean(2) if output.ndim > 2 else output for output in self._outputs.values()]
+        return torch.cat([nn.functional.layer_norm(mean, mean.shape[1:]) for mean in means], dim=1)
