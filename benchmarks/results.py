@@ -3,21 +3,21 @@
     python benchmarks/results.py run DATA [NAME …] [KEY=VALUE …]   # each at its seeds; what was run is not run again
     python benchmarks/results.py write      # docs/results.md between its two marks, and docs/curves.png
 
-DATA holds the folders mnist, fashion_mnist, adult and shakespeare. NAMEs are those of the table's first column, all if
-none is given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments results/NAME of
-$MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
+DATA holds the folders mnist, fashion_mnist, cifar10, adult and shakespeare. NAMEs are those of the table's first
+column, all if none is given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments
+results/NAME of $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlflow
 from matplotlib.figure import Figure
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
 from dpexp.accounting.rounding import up
 from dpexp.config import tracking_uri
@@ -25,7 +25,7 @@ from dpexp.tracking.read import trials
 
 PAGE = Path("docs/results.md")
 BEGIN, END = "<!-- written by benchmarks/results.py -->", "<!-- until here -->"
-CURVE = (0.5, 1, 2, 3, 8)
+CURVE = (1, 2, 3, 8)
 TORCH = "tags.dpexp.torch"
 COMMIT, DIRTY = "tags.dpexp.commit", "tags.dpexp.dirty"  # "none": run where there is no git
 
@@ -37,40 +37,46 @@ class Row:
     Args:
         command: what follows `python -m dpexp`.
         folder: of DATA, which the command is given as data.root; None: it needs none.
-        published: their test accuracy, ε and source.
-        at: their figure as a point of the curve: (ε, accuracy).
+        published: at each ε, the best test accuracy that others report, in per cent, and who.
         seeds: so many, from 0 on.
         epsilons: it is run at each; (): at that of the command.
+        goals: at each ε, the test accuracy aimed at, in per cent.
+        tested: number of test records.
     """
 
     command: str
     folder: str | None
-    published: str = ""
+    published: Mapping[float, tuple[float, str]] = field(default_factory=dict)
     seeds: int = 3
     epsilons: tuple[float, ...] = ()
-    at: tuple[float, float] | None = None
+    goals: Mapping[float, float] = field(default_factory=dict)
+    tested: int = 10_000
 
 
+DPSUR, SCATTERING = "DPSUR, 2024", "Tramèr & Boneh, 2021"
 ROWS = {
-    "digits": Row("group=conv_fc mechanism=joint", None),
-    "pca_mlp": Row(
-        "experiment=pca_mlp", "mnist", "95 % at ε = 2, Abadi et al. 2016", epsilons=(2,), at=(2, 0.95),
-    ),
-    "mnist_scattering": Row(
-        "experiment=mnist_scattering", "mnist", "98.7 % at ε = 3, Tramèr & Boneh 2021", seeds=1, at=(3, 0.987)
-    ),
-    "fashion_scattering": Row(
-        "experiment=fashion_scattering", "fashion_mnist", "89.7 % at ε = 3, Tramèr & Boneh 2021", seeds=1, at=(3, 0.897)
-    ),
+    "digits": Row("group=conv_fc mechanism=joint", None, tested=360),
+    "pca_mlp": Row("experiment=pca_mlp", "mnist", {2: (95, "Abadi et al., 2016")}, epsilons=(2,)),
+    "mnist_scattering": Row("experiment=mnist_scattering", "mnist", {3: (98.7, SCATTERING)}, 1),
+    "fashion_scattering": Row("experiment=fashion_scattering", "fashion_mnist", {3: (89.7, SCATTERING)}, 1),
     "mnist_frontier": Row(
-        "experiment=mnist_frontier", "mnist", "98.7 % at ε = 3, Tramèr & Boneh 2021", 5, CURVE, (3, 0.987)
+        "experiment=mnist_frontier", "mnist", {1: (98.17, DPSUR), 2: (98.74, DPSUR), 3: (98.95, DPSUR)}, 5, CURVE,
+        {1: 98.6, 2: 98.95, 3: 99.0, 8: 99.1},
     ),
     "fashion_frontier": Row(
-        "experiment=fashion_frontier", "fashion_mnist", "89.7 % at ε = 3, Tramèr & Boneh 2021", 5, CURVE, (3, 0.897)
+        "experiment=fashion_frontier", "fashion_mnist", {1: (88.38, DPSUR), 2: (89.34, DPSUR), 3: (89.90, DPSUR)}, 5,
+        CURVE, {1: 89.1, 2: 90.3, 3: 90.7, 8: 91.1},
     ),
-    "adult": Row("experiment=adult", "adult"),
+    "cifar10_features": Row(
+        "experiment=cifar10_features", "cifar10", {1: (94.8, "De et al., 2022, a larger network")}, 3, (1, 3, 8),
+        {1: 80},
+    ),
+    "adult": Row(
+        "experiment=adult", "adult", {0.07: (81.3, "S-GBDT, 2023"), 0.5: (82.9, "S-GBDT, 2023, at ε = 0.54")},
+        5, (0.07, 0.1, 0.5, 1, 3), {0.5: 83.0}, tested=16_281,
+    ),
     "mnist_users": Row("experiment=mnist_users", "mnist"),
-    "shakespeare_users": Row("experiment=shakespeare_users", "shakespeare", seeds=1),
+    "shakespeare_users": Row("experiment=shakespeare_users", "shakespeare", seeds=1, tested=0),
 }  # fmt: skip
 
 
@@ -137,64 +143,56 @@ def _but_for_places(configuration: str) -> str:
     return json.dumps({key: value for key, value in settings.items() if not key.startswith(places)})
 
 
+HEAD = [
+    "| | ε, at most | published | goal | here, % | margin, points | seeds | minutes | commit | `python -m dpexp …` |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+]
+
+
 def table(runs: dict[str, DataFrame]) -> list[str]:
-    lines = [
-        "| | published | here | ε, at most | δ | seeds | minutes | `python -m dpexp …` |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name, frame in runs.items():
         row = ROWS[name]
         for target, own in frame.groupby("target"):
-            told = row.published if row.at is None or target == row.at[0] else ""
-            command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
+            accuracy = 100 * own["test_accuracy"]
+            spread = f" ± {accuracy.std():.2f}" if len(own) > 1 else ""
+            published = row.published.get(target)
             minutes = ((own["end_time"] - own["start_time"]).dt.total_seconds() / 60).median()
-            lines.append(
-                f"| {name} | {told} | {_percent(own['test_accuracy'])} | {up(own['epsilon'].max(), 4)} | "
-                f"{own['delta'].max():g} | "
-                f"{len(own)} | {minutes:.1f} | `{command}` |"
-            )
+            cells = (
+                name, up(own["epsilon"].max(), 4), f"{published[0]:g}, {published[1]}" if published else "",
+                f"{row.goals[target]:g}" if target in row.goals else "", f"{accuracy.mean():.2f}{spread}",
+                margin(accuracy, published[0], row.tested) if published else "", len(own), f"{minutes:.1f}",
+                own[COMMIT].iloc[0][:7], f"`{row.command}{f' privacy.epsilon={target:g}' if row.epsilons else ''}`",
+            )  # fmt: skip
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 
-def _percent(accuracy) -> str:
-    spread = f" ± {100 * accuracy.std():.2f}" if len(accuracy) > 1 else ""
-    return f"{100 * accuracy.mean():.2f}{spread} %"
+def margin(accuracy: Series, published: float, tested: int) -> str:
+    """How far the mean accuracy is from a published one, in points and in standard errors: of the mean over seeds, and
+    of an accuracy on so many test records. *Above*: by more than 2 of the former and 1 of the latter."""
+    points, of_seeds = accuracy.mean() - published, accuracy.std() / len(accuracy) ** 0.5  # NaN of one seed
+    of_test = (accuracy.mean() * (100 - accuracy.mean()) / tested) ** 0.5
+    above = "**above**, " if points > max(2 * of_seeds, of_test) and len(accuracy) > 1 else ""
+    in_errors = f"{points / of_seeds:.0f} of seeds, " if of_seeds > 0 else ""
+    return f"{points:+.2f}, {above}{in_errors}{points / of_test:.1f} of the test set"
 
 
-def versions(runs: dict[str, DataFrame]) -> str:
-    """Of what the runs were made."""
-
-    def all_of(tag: str) -> str:
-        column = f"tags.dpexp.{tag}"
-        values = {value for frame in runs.values() if column in frame for value in frame[column].dropna()}
-        return ", ".join(sorted(value[:10] for value in values))
-
-    dirty = any((frame[DIRTY] != "no").any() for frame in runs.values())
-    changed = " with changes that no commit has" if dirty else ""
-    return (
-        f"dpexp at commit {all_of('commit')}{changed}, torch {all_of('torch')}, "
-        f"lightning {all_of('lightning')}, dp-accounting {all_of('accounting')}, Python {all_of('python')}."
-    )
-
-
-def curves(runs: dict[str, DataFrame], path: Path) -> None:
-    """Accuracy against ε of the rows that have several, with what others report."""
-    shown = {name: frame for name, frame in runs.items() if frame["target"].nunique() > 1}
-    figure = Figure(figsize=(4.6 * max(1, len(shown)), 3.6), layout="constrained")
-    for axes, (name, frame) in zip(
-        figure.subplots(1, max(1, len(shown)), squeeze=False)[0], shown.items(), strict=False
-    ):
-        own = frame.assign(target=frame["params.privacy.epsilon"].astype(float)).groupby("target")[
-            "metrics.test_accuracy"
-        ]
-        axes.errorbar(
-            [*own.mean().index], 100 * own.mean(), 100 * own.std().fillna(0), marker="o", capsize=3, label="here"
-        )
-        if ROWS[name].at:
-            epsilon, accuracy = ROWS[name].at
-            axes.plot([epsilon], [100 * accuracy], "k*", markersize=10, label=ROWS[name].published.split(", ")[-1])
+def curves(lines: list[str], path: Path) -> None:
+    """Accuracy against ε of the experiments that have several rows, with what others report."""
+    points: dict[str, dict[float, tuple[float, float]]] = {}
+    for name, epsilon, _, _, here, *_ in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines):
+        mean, _, spread = here.partition(" ± ")
+        points.setdefault(name, {})[float(epsilon)] = float(mean), float(spread or 0)
+    shown = {name: curve for name, curve in points.items() if len(curve) > 1}
+    figure = Figure(figsize=(3.9 * len(shown), 3.6), layout="constrained")
+    for axes, (name, curve) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label="here")
+        for marker, source in zip("*^v", dict.fromkeys(who for _, who in ROWS[name].published.values()), strict=False):
+            best = {epsilon: best for epsilon, (best, who) in ROWS[name].published.items() if who == source}
+            axes.plot([*best], [*best.values()], marker, color="black", markersize=9, label=source)
         axes.set_xscale("log")
-        axes.set_xticks([*own.mean().index], [f"{target:g}" for target in own.mean().index])
+        axes.set_xticks([*curve], [f"{epsilon:.2g}" for epsilon in curve])
         axes.minorticks_off()
         axes.set(title=name, xlabel="ε at δ = 1e-5", ylabel="test accuracy, %")
         axes.grid(alpha=0.3)
@@ -202,18 +200,22 @@ def curves(runs: dict[str, DataFrame], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def write(runs: dict[str, DataFrame], page: Path) -> None:
-    """Replaces what stands between the page's two marks.
+def write(runs: dict[str, DataFrame], page: Path) -> list[str]:
+    """Replaces the rows of the table between the page's two marks; rows of which there are no runs stay.
 
     Raises:
         ValueError: it has no marks.
     """
     before, _, rest = page.read_text().partition(BEGIN)
-    _, mark, after = rest.partition(END)
+    old, mark, after = rest.partition(END)
     if not mark:
         raise ValueError(f"{page} has no {BEGIN} … {END}.")
-    text = "\n".join([BEGIN, "", *table(runs), "", versions(runs), "", END])
+    stay = [line for line in old.splitlines() if line.startswith(tuple(f"| {name} |" for name in {*ROWS} - {*runs}))]
+    order = [*ROWS]
+    lines = sorted([*table(runs), *stay], key=lambda line: order.index(line.split(" | ")[0].removeprefix("| ")))
+    text = "\n".join([BEGIN, "", *HEAD, *lines, "", END])
     page.write_text(before + text + after)
+    return lines
 
 
 if __name__ == "__main__":
@@ -225,8 +227,6 @@ if __name__ == "__main__":
             for name in [name for name in names if "=" not in name] or ROWS:
                 run(name, Path(data).resolve(), *overrides)
         case ["write"]:
-            runs = found(ROWS)
-            write(runs, PAGE)
-            curves(runs, PAGE.parent / "curves.png")
+            curves(write(found(ROWS), PAGE), PAGE.parent / "curves.png")
         case _:
             sys.exit(__doc__)

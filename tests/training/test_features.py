@@ -8,7 +8,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dpexp.errors import ConfigError
-from dpexp.training.data import Backbone, Digits, Features, Joined, RandomFeatures, Scattering, TensorData
+from dpexp.training.data import (
+    Backbone,
+    Deskewed,
+    Digits,
+    Features,
+    Joined,
+    Mirrored,
+    RandomFeatures,
+    Scattering,
+    TensorData,
+)
 from dpexp.training.data.features import compute_features
 from dpexp.training.pretrained import save_weights
 
@@ -161,6 +171,7 @@ def sets_of_one_tensor():
         (lambda: RandomFeatures(abs, 4, 6, size=2), "groups must divide count, and size must be odd"),
         (lambda: RandomFeatures(abs, 4, 0), "must be positive integers"),
         (lambda: Backbone(network(), "5"), "layer=5 is no module of Sequential, whose modules are 0, 1, 2, 3"),
+        (lambda: Backbone(network(), ["1", "5"]), "layer=5 is no module of Sequential"),
         (lambda: Backbone(network(), mean=[0.5]), r"give mean=\[0\.5\] and std=None both, or neither"),
         (lambda: Backbone(network(), weights="nowhere"), "nowhere does not fit the model: No such file"),
         (
@@ -172,3 +183,41 @@ def sets_of_one_tensor():
 def test_what_makes_no_features_is_refused(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_mirrored_features_are_the_mean_of_two_views():
+    x = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    by = RandomFeatures(Scattering(MNIST, groups=27), 81, 6)
+    both = compute_features(x, Mirrored(by))
+    assert torch.allclose(both, (compute_features(x, by) + compute_features(x.flip(3), by)) / 2, atol=1e-6)
+    assert torch.equal(both, compute_features(x.flip(3), Mirrored(by)).contiguous())
+    assert torch.equal(both[3:4], Mirrored(by)(x[3:4])), "of a record alone"
+
+
+def moments(image):
+    mass = image / image.sum()
+    down, right = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
+    row, column = (mass * down).sum(), (mass * right).sum()
+    return row, column, (mass * (down - row) * (right - column)).sum() / (mass * (down - row) ** 2).sum()
+
+
+def test_deskewed_images_are_centred_and_upright():
+    down, right = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
+    strokes = [((right - 11 - slope * (down - 12)).abs() < 2) & ((down - 12).abs() < 8) for slope in (-0.5, 0.0, 0.4)]
+    x = torch.stack(strokes).float()[:, None] * 2 - 1
+    upright = Deskewed(nn.Identity())(x)
+    for before, after in zip(x, upright, strict=True):
+        row, column, slant = moments((after[0] + 1) / 2)
+        assert abs(row - 13.5) < 0.2 and abs(column - 13.5) < 0.2 and abs(slant) < 0.05
+        assert torch.equal(after[None], Deskewed(nn.Identity())(before[None])), "of a record alone"
+    assert moments((x[0, 0] + 1) / 2)[2] < -0.3
+    assert torch.equal(Deskewed(nn.Identity())(-torch.ones(1, 1, 28, 28)), -torch.ones(1, 1, 28, 28)), "an empty image"
+
+
+def test_several_layers_of_a_backbone_are_averaged_over_positions_and_normalized():
+    model = nn.Sequential(nn.Conv2d(1, 5, 3), nn.Tanh(), nn.Conv2d(5, 4, 3), nn.Flatten(), nn.Linear(4 * 24 * 24, 7))
+    x = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    features = compute_features(x, Backbone(model, ["1", "4"]))
+    for columns, mean in ((features[:, :5], model[:2](x).mean((2, 3))), (features[:, 5:], model(x))):
+        normal = (mean - mean.mean(1, keepdim=True)) / (mean.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        assert torch.allclose(columns, normal, atol=1e-4)
