@@ -58,6 +58,14 @@ def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
 
 
+def test_one_other_record_makes_other_features(tmp_path):
+    first, other = data(n=200), data(n=200)
+    other.train.tensors[0][1] += 1  # not among those whose features are compared
+    for of in (first, other):
+        found = Features(of, Squares(), str(tmp_path / "cache"))
+        assert torch.equal(found.train.tensors[0], of.train.tensors[0] ** 2)
+
+
 def test_another_map_has_other_features(tmp_path):
     layers = [nn.Sequential(nn.Softplus(beta=beta), nn.Linear(4, 4)) for beta in (1.0, 5.0, 5.0)]
     maps = [lambda x, factor=factor: factor * x for factor in (1, 2, 1 + 1e-7)]
