@@ -47,7 +47,7 @@ def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
     assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2)
     assert torch.equal(first.test.tensors[0], of.test.tensors[0] ** 2)
     assert first.train.tensors[1] is of.train.tensors[1]
-    compared = 64 + 3
+    compared = 16 + 3
     assert by.asked == n + 3 + 2 * compared
     again = Features(data(n=200), by, str(tmp_path / "cache"))
     assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == n + 3 + 3 * compared

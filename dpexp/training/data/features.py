@@ -22,7 +22,7 @@ from dpexp.training.classifier import scores_of
 from dpexp.training.data.datasets import TensorData
 from dpexp.training.pretrained import load_weights
 
-_COMPARED = 64  # records
+_COMPARED = 16  # records
 Map = Callable[[Tensor], Tensor]  # x [B, ...] -> features [B, ...]
 
 
