@@ -250,8 +250,9 @@ class Backbone:
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None, weights: str | None = None,
     ) -> None:  # fmt: skip
         layers = dict(model.named_modules())
-        self._several = not isinstance(layer, str | None)
-        self._outputs: dict[str, Any] = dict.fromkeys([layer or ""] if not self._several else layer)
+        names = [layer or ""] if layer is None or isinstance(layer, str) else layer
+        self._several = names is layer
+        self._outputs: dict[str, Any] = dict.fromkeys(names)
         if unknown := [name for name in self._outputs if name not in layers]:
             raise ConfigError(
                 f"data.features_of.layer={unknown[0]} is no module of {type(model).__name__}, whose modules are "
