@@ -210,9 +210,11 @@ def write(runs: dict[str, DataFrame], page: Path) -> list[str]:
     old, mark, after = rest.partition(END)
     if not mark:
         raise ValueError(f"{page} has no {BEGIN} … {END}.")
-    stay = [line for line in old.splitlines() if line.startswith(tuple(f"| {name} |" for name in {*ROWS} - {*runs}))]
+    new = table(runs)
+    made = {line.split(" | ")[-1] for line in new}
+    stay = [line for line in old.splitlines() if line.startswith("| ") and line.split(" | ")[-1] not in made][1:]
     order = [*ROWS]
-    lines = sorted([*table(runs), *stay], key=lambda line: order.index(line.split(" | ")[0].removeprefix("| ")))
+    lines = sorted([*new, *stay], key=lambda line: (order.index(line.split(" | ")[0][2:]), float(line.split(" | ")[1])))
     text = "\n".join([BEGIN, "", *HEAD, *lines, "", END])
     page.write_text(before + text + after)
     return lines
