@@ -30,7 +30,7 @@ from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, 
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.training.classifier import Classifier, noisy_learning_rate
-from dpexp.training.data.features import Backbone, Features
+from dpexp.training.data.features import Features, as_map
 from dpexp.training.language import LanguageModel, is_causal
 from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
 
@@ -184,8 +184,20 @@ def data_of(cfg: DictConfig) -> pl.LightningDataModule:
 
 def features_map(cfg: DictConfig) -> Any:
     """The map from records to features, `data.features_of`; None: the records are trained on as they are."""
-    by = make("data.features_of", cfg.data.features_of) if cfg.data.features_of else None
-    return Backbone(by) if isinstance(by, torch.nn.Module) else by
+    if not cfg.data.features_of:
+        return None
+    by = as_map(make("data.features_of", cfg.data.features_of))
+    for path in _values(OmegaConf.to_container(cfg.data.features_of), "weights"):
+        _refuse_non_private_weights(cfg, "data.features_of.weights", Path(path).expanduser())
+    return by
+
+
+def _values(node: Any, key: str) -> Iterator[Any]:
+    """What a nested section has for a key, wherever it is, and is not null."""
+    if isinstance(node, dict) and node.get(key) is not None:
+        yield node[key]
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _values(part, key)
 
 
 @contextmanager
@@ -277,7 +289,7 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     tuning = make("fine_tuning", cfg.fine_tuning)
     if load_weights and is_file:
         load_initial_weights(model, Path(weights).expanduser(), head_parameters(model, getattr(tuning, "head", None)))
-        _refuse_non_private_weights(cfg, Path(weights).expanduser())
+        _refuse_non_private_weights(cfg, "model.weights", Path(weights).expanduser())
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()) and not has_no_rounds(model):
         raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is trainable.")
@@ -293,12 +305,12 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     return kind(model, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model))
 
 
-def _refuse_non_private_weights(cfg: DictConfig, path: Path) -> None:
+def _refuse_non_private_weights(cfg: DictConfig, key: str, path: Path) -> None:
     """Refuses, for a private job, a file that a job without privacy saved with the same `data.id`."""
     about = read_metadata(path)
     if cfg.privacy.enabled and about.get("private") == "False" and cfg.data.id and about.get("data_id") == cfg.data.id:
         raise ConfigError(
-            f"model.weights={path} come from a training without privacy on the records of data.id={cfg.data.id}; use "
+            f"{key}={path} come from a training without privacy on the records of data.id={cfg.data.id}; use "
             "weights trained on public data, or by a private job (whose ε is then spent as well)."
         )
 

@@ -48,11 +48,11 @@ def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
     assert torch.equal(first.test.tensors[0], of.test.tensors[0] ** 2)
     assert first.train.tensors[1] is of.train.tensors[1]
     compared = 16 + 3
-    assert by.asked == n + 3 + 2 * compared
+    assert by.asked == n + 3 + compared  # the rest by a copy
     again = Features(data(n=200), by, str(tmp_path / "cache"))
-    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == n + 3 + 3 * compared
+    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == n + 3 + 2 * compared
     Features(data(seed=1, n=200), by, str(tmp_path / "cache"))
-    assert by.asked == 2 * (n + 3) + 5 * compared, "other records have other features"
+    assert by.asked == 2 * (n + 3) + 3 * compared, "other records have other features"
     files = [*(tmp_path / "cache").iterdir()]
     assert len(files) == 4 and {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
@@ -64,6 +64,44 @@ def test_one_other_record_makes_other_features(tmp_path):
     for of in (first, other):
         found = Features(of, Squares(), str(tmp_path / "cache"))
         assert torch.equal(found.train.tensors[0], of.train.tensors[0] ** 2)
+
+
+class FittedToTheFirst:
+    mean = None
+
+    def __call__(self, x):
+        self.mean = x.mean() if self.mean is None else self.mean
+        return x - self.mean
+
+
+class OfTheOthers:
+    at_once = 8
+
+    def __call__(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("by", [FittedToTheFirst(), OfTheOthers(), torch.rand_like])
+def test_features_of_other_records_too_are_refused(by, tmp_path):
+    with pytest.raises(ConfigError, match="must depend on that record alone"):
+        Features(data(n=200), by, str(tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_sampler_of_ones_own_is_refused(tmp_path):
+    of = data()
+    sampler = torch.utils.data.SubsetRandomSampler(range(3))
+    of.train_dataloader = lambda: torch.utils.data.DataLoader(of.train, 2, sampler=sampler)
+    with pytest.raises(ConfigError, match="has a sampler of its own"):
+        Features(of, Squares(), str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("around", [Mirrored, Deskewed, lambda of: Joined([of])])
+def test_a_network_within_a_map_is_in_evaluation_mode(around):
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Dropout())
+    x = torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(around(model)(x), around(model)(x))
+    assert not model[0].running_mean.any()
 
 
 def test_another_map_has_other_features(tmp_path):
@@ -180,6 +218,7 @@ def sets_of_one_tensor():
         (lambda: RandomFeatures(abs, 4, 0), "must be positive integers"),
         (lambda: Backbone(network(), "5"), "layer=5 is no module of Sequential, whose modules are 0, 1, 2, 3"),
         (lambda: Backbone(network(), ["1", "5"]), "layer=5 is no module of Sequential"),
+        (lambda: compute_features(torch.ones(5, 4), lambda x: x[:1], 2), "gives 1 rows for 2 records"),
         (lambda: Backbone(network(), mean=[0.5]), r"give mean=\[0\.5\] and std=None both, or neither"),
         (lambda: Backbone(network(), weights="nowhere"), "nowhere does not fit the model: No such file"),
         (
@@ -213,13 +252,13 @@ def test_deskewed_images_are_centred_and_upright():
     down, right = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
     strokes = [((right - 11 - slope * (down - 12)).abs() < 2) & ((down - 12).abs() < 8) for slope in (-0.5, 0.0, 0.4)]
     x = torch.stack(strokes).float()[:, None] * 2 - 1
-    upright = Deskewed(nn.Identity())(x)
+    upright = Deskewed(torch.clone)(x)
     for before, after in zip(x, upright, strict=True):
         row, column, slant = moments((after[0] + 1) / 2)
         assert abs(row - 13.5) < 0.2 and abs(column - 13.5) < 0.2 and abs(slant) < 0.05
-        assert torch.equal(after[None], Deskewed(nn.Identity())(before[None])), "of a record alone"
+        assert torch.equal(after[None], Deskewed(torch.clone)(before[None])), "of a record alone"
     assert moments((x[0, 0] + 1) / 2)[2] < -0.3
-    assert torch.equal(Deskewed(nn.Identity())(-torch.ones(1, 1, 28, 28)), -torch.ones(1, 1, 28, 28)), "an empty image"
+    assert torch.equal(Deskewed(torch.clone)(-torch.ones(1, 1, 28, 28)), -torch.ones(1, 1, 28, 28)), "an empty image"
 
 
 def test_several_layers_of_a_backbone_are_averaged_over_positions_and_normalized():

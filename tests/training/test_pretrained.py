@@ -157,8 +157,11 @@ def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_
     named, other, nameless = ("data.id=rows",), ("data.id=others",), ()
     telling = dpexp_job(*FAST, *named, "privacy.enabled=false") / "weights.safetensors"
     said = r"come from a training without privacy on the records of data\.id=rows; use"
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=f"model.weights=.*{said}"):
         dpexp_job(*FAST, *named, f"model.weights={telling}")
+    features = ("model=logistic", *FAST[1:], *BACKBONE, f"+data.features_of.weights={telling}", "data.shape=[128]")
+    with pytest.raises(SystemExit, match=f"data.features_of.weights=.*{said}"):
+        dpexp_job(*features, *named)
     for allowed in ((*other, "check=true"), (*nameless, "check=true"), (*named, "privacy.enabled=false")):
         dpexp_job(*FAST, *allowed, f"model.weights={telling}")
     for ids, about in ((named, {"private": "True", "data_id": "rows"}), (nameless, {"private": "False"})):

@@ -1,6 +1,7 @@
 """Fixed features in place of records: computed once, record by record, and cached in a file."""
 
 import contextlib
+import copy
 import hashlib
 import math
 import os
@@ -18,12 +19,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
+from dpexp.privacy.sampling.fetching import sampled_dataset
 from dpexp.training.classifier import scores_of
 from dpexp.training.data.datasets import TensorData
 from dpexp.training.pretrained import load_weights
 
 _COMPARED = 16  # records
 Map = Callable[[Tensor], Tensor]  # x [B, ...] -> features [B, ...]
+
+
+def as_map(by: Any) -> Map:
+    """A network as a map, in evaluation mode; another map as it is."""
+    return Backbone(by) if isinstance(by, nn.Module) else by
 
 
 class Features(TensorData):
@@ -52,8 +59,8 @@ class Features(TensorData):
 
 
 def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
-    dataset: Dataset = getattr(of, f"{name}_dataloader")().dataset
-    if not (isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2):
+    dataset: Dataset = sampled_dataset(getattr(of, f"{name}_dataloader")())
+    if not (type(dataset) is TensorDataset and len(dataset.tensors) == 2):
         raise ConfigError(
             f"data.features_of: the {name} set of {type(of).__name__} is a {type(dataset).__name__} that may give "
             "other records each time; features need a TensorDataset of (x, y)."
@@ -64,16 +71,18 @@ def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
 def cached_features(x: Tensor, by: Map, folder: Path) -> Tensor:
     """The features of x, read from their file if there is one; otherwise computed, and written to it."""
     some = x[torch.linspace(0, len(x) - 1, min(len(x), _COMPARED)).long()]
+    unused = copy.deepcopy(by)
     of_some = compute_features(some, by, 1)
     path = folder / f"{_hash(x, of_some)}.safetensors"
     with contextlib.suppress(OSError, SafetensorError, KeyError):
         found = load_file(path)["features"]
         if found.shape[:1] == x.shape[:1]:
             return found
-    if _bytes(compute_features(some.flip(0), by, 1).flip(0)) != _bytes(of_some):
+    # By a copy that has seen no record, from the last record to the first, and by as many at once as it allows.
+    if _bytes(compute_features(some.flip(0), unused).flip(0)) != _bytes(of_some):
         raise ConfigError(
-            "data.features_of: it gives the same records other features when it is called again; the features of a "
-            "record must depend on that record alone, without random numbers."
+            "data.features_of: it gives the same records other features when it is called again, in another order or "
+            "with others; the features of a record must depend on that record alone, without random numbers."
         )
     features = compute_features(x, by)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,6 +116,10 @@ def compute_features(x: Tensor, by: Map, at_once: int | None = None) -> Tensor:
             chunk = by(x[start : start + each]).contiguous()
             if not start:
                 features = torch.empty(len(x), *chunk.shape[1:], dtype=chunk.dtype)
+            if chunk.shape[:1] != x[start : start + each].shape[:1]:
+                raise ConfigError(
+                    f"data.features_of: it gives {len(chunk)} rows for {len(x[start : start + each])} records."
+                )
             features[start : start + len(chunk)] = chunk
     return features
 
@@ -167,7 +180,7 @@ class RandomFeatures:
                 f"data.features_of: channels={channels}, count={count}, size={size} and groups={groups} must be "
                 "positive integers; groups must divide count, and size must be odd."
             )
-        self._of, self._groups, self.at_once = of, groups, getattr(of, "at_once", 1)
+        self._of, self._groups, self.at_once = as_map(of), groups, getattr(of, "at_once", 1)
         self._kernels = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(0))
         self._kernels /= math.sqrt(channels * size * size)
 
@@ -183,7 +196,7 @@ class Joined:
     """Concatenates the flattened features of several maps."""
 
     def __init__(self, of: Sequence[Map]) -> None:
-        self._of = list(of)
+        self._of = [as_map(by) for by in of]
         self.at_once = min(getattr(by, "at_once", 1) for by in self._of)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -195,7 +208,7 @@ class Mirrored:
     """Another map's features of an image, averaged with those of its mirror image: to a linear model, two views."""
 
     def __init__(self, of: Map) -> None:
-        self._of, self.at_once = of, getattr(of, "at_once", 1)
+        self._of, self.at_once = as_map(of), getattr(of, "at_once", 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, c, H, W] -> [B, ...]."""
@@ -210,7 +223,7 @@ class Deskewed:
     """
 
     def __init__(self, of: Map) -> None:
-        self._of, self.at_once = of, getattr(of, "at_once", 1)
+        self._of, self.at_once = as_map(of), getattr(of, "at_once", 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, c, H, W] -> [B, ...]."""
@@ -277,6 +290,7 @@ class Backbone:
         if self._normal is not None:
             mean, std = self._normal
             x = ((x + 1) / 2 - mean) / std
+        self._outputs = dict.fromkeys(self._outputs)  # a record that does not reach a layer has no features
         self._model(x)
         if not self._several:
             return next(iter(self._outputs.values())).flatten(1)
