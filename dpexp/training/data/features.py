@@ -15,11 +15,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, RandomSampler, SequentialSampler, TensorDataset
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
-from dpexp.privacy.sampling.fetching import sampled_dataset
 from dpexp.training.classifier import scores_of
 from dpexp.training.data.datasets import TensorData
 from dpexp.training.pretrained import load_weights
@@ -59,7 +58,13 @@ class Features(TensorData):
 
 
 def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
-    dataset: Dataset = sampled_dataset(getattr(of, f"{name}_dataloader")())
+    loader = getattr(of, f"{name}_dataloader")()
+    dataset: Dataset = loader.dataset
+    if type(loader.sampler) not in (SequentialSampler, RandomSampler):
+        raise ConfigError(
+            f"data.features_of: the {name} loader has a sampler of its own ({type(loader.sampler).__name__}), which "
+            "would be dropped; give a TensorDataset of the chosen records."
+        )
     if not (type(dataset) is TensorDataset and len(dataset.tensors) == 2):
         raise ConfigError(
             f"data.features_of: the {name} set of {type(of).__name__} is a {type(dataset).__name__} that may give "
@@ -263,8 +268,8 @@ class Backbone:
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None, weights: str | None = None,
     ) -> None:  # fmt: skip
         layers = dict(model.named_modules())
-        names = [layer or ""] if layer is None or isinstance(layer, str) else layer
-        self._several = names is layer
+        self._several = isinstance(layer, Sequence) and not isinstance(layer, str)
+        names: Sequence[str] = cast(Sequence[str], layer) if self._several else [cast(str, layer or "")]
         self._outputs: dict[str, Any] = dict.fromkeys(names)
         if unknown := [name for name in self._outputs if name not in layers]:
             raise ConfigError(
