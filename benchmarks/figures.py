@@ -31,7 +31,8 @@ COMMANDS = {  # figure: its commands, of which the last draws it, with about how
     ],
     "joint.png": ["benchmarks/joint.py DATA"],  # half an hour
     "curves.png": [  # 3 hours
-        "benchmarks/results.py run DATA mnist_frontier fashion_frontier cifar10_features adult", "benchmarks/results.py write",
+        "benchmarks/results.py run DATA mnist_frontier fashion_frontier cifar10_features adult",
+        "benchmarks/results.py write",
     ],
     "figure2.png": ["benchmarks/figure2.py"],  # half a minute
     "shakespeare.png": ["benchmarks/shakespeare.py data.root=DATA/shakespeare"],  # half an hour
