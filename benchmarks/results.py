@@ -158,11 +158,12 @@ def table(runs: dict[str, DataFrame]) -> list[str]:
             spread = f" ± {accuracy.std():.2f}" if len(own) > 1 else ""
             published = row.published.get(target)
             minutes = ((own["end_time"] - own["start_time"]).dt.total_seconds() / 60).median()
+            command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
             cells = (
                 name, up(own["epsilon"].max(), 4), f"{published[0]:g}, {published[1]}" if published else "",
                 f"{row.goals[target]:g}" if target in row.goals else "", f"{accuracy.mean():.2f}{spread}",
                 margin(accuracy, published[0], row.tested) if published else "", len(own), f"{minutes:.1f}",
-                own[COMMIT].iloc[0][:7], f"`{row.command}{f' privacy.epsilon={target:g}' if row.epsilons else ''}`",
+                own[COMMIT].iloc[0][:7] + "+" * (own[DIRTY].iloc[0] != "no"), f"`{command}`",
             )  # fmt: skip
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines

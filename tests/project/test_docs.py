@@ -208,7 +208,7 @@ def test_readmes_table_names_every_option():
         assert options <= named if group.startswith("hydra/") else options == named, group  # Hydra brings some
 
 
-RESULT = re.compile(r"^\| (\w+) \| ([\d.]+) \| .* \| \d+ \| [\d.]+ \| \w+ \| `([^`]+)` \|$", re.MULTILINE)
+RESULT = re.compile(r"^\| (\w+) \| ([\d.]+) \| .* \| \d+ \| [\d.]+ \| \w+\+? \| `([^`]+)` \|$", re.MULTILINE)
 
 
 def test_every_result_has_a_command_and_costs_no_more_than_its_target(monkeypatch):

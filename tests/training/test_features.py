@@ -261,6 +261,22 @@ def test_deskewed_images_are_centred_and_upright():
     assert torch.equal(Deskewed(torch.clone)(-torch.ones(1, 1, 28, 28)), -torch.ones(1, 1, 28, 28)), "an empty image"
 
 
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Tanh()
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else x
+
+
+def test_a_record_that_skips_a_layer_never_gets_the_features_of_another():
+    by = Backbone(Skipping(), "layer")
+    by(torch.ones(1, 4))
+    with pytest.raises(ConfigError, match="a record does not pass through layer=layer"):
+        by(-torch.ones(1, 4))
+
+
 def test_several_layers_of_a_backbone_are_averaged_over_positions_and_normalized():
     model = nn.Sequential(nn.Conv2d(1, 5, 3), nn.Tanh(), nn.Conv2d(5, 4, 3), nn.Flatten(), nn.Linear(4 * 24 * 24, 7))
     x = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))

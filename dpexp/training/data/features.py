@@ -295,8 +295,10 @@ class Backbone:
         if self._normal is not None:
             mean, std = self._normal
             x = ((x + 1) / 2 - mean) / std
-        self._outputs = dict.fromkeys(self._outputs)  # a record that does not reach a layer has no features
+        self._outputs = dict.fromkeys(self._outputs)
         self._model(x)
+        if skipped := [name for name, output in self._outputs.items() if output is None]:
+            raise ConfigError(f"data.features_of: a record does not pass through layer={skipped[0]}.")
         if not self._several:
             return next(iter(self._outputs.values())).flatten(1)
         means = [output.flatten(2).mean(2) if output.ndim > 2 else output for output in self._outputs.values()]
