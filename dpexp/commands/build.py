@@ -186,7 +186,9 @@ def features_map(cfg: DictConfig) -> Any:
     """The map from records to features, `data.features_of`; None: the records are trained on as they are."""
     if not cfg.data.features_of:
         return None
-    by = as_map(make("data.features_of", cfg.data.features_of))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # weights that the map draws are the same in the job and where its model predicts
+        by = as_map(make("data.features_of", cfg.data.features_of))
     for path in _values(OmegaConf.to_container(cfg.data.features_of), "weights"):
         _refuse_non_private_weights(cfg, "data.features_of.weights", Path(path).expanduser())
     return by

@@ -209,7 +209,9 @@ def _counted(event: Any, count: int) -> dict[str, Any]:
 def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
     rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
-    console.print(f"ε = {rounded} by pld at δ = {at}, {escape(holds)}; {len(ledger)} rounds")
+    once = len(ledger) - ledger.training_rounds
+    before = f" and {once} release{'s' * (once > 1)} before them" * bool(once)
+    console.print(f"ε = {rounded} by pld at δ = {at}, {escape(holds)}; {ledger.training_rounds} rounds{before}")
     figures = {name: guarantee[name] for name in FIGURES if guarantee[name] is not None}
     console.print(f"In words: {escape(in_words(figures, ledger.unit))}")
     if ledger.not_private_reason is not None:

@@ -97,8 +97,9 @@ class _Saved:
         with torch.no_grad(), precision.forward_context():
             if self.data is not None:
                 return self.data.predictions(self.model, inputs)
-            parts = torch.as_tensor(np.asarray(inputs)).split(1000)
-            scores = torch.cat([scores_of(self.model(precision.convert_input(part))) for part in parts])
+            x = torch.as_tensor(np.asarray(inputs))
+            x = x if isinstance(self.model, OnFeatures) else precision.convert_input(x)
+            scores = torch.cat([scores_of(self.model(part)) for part in x.split(1000)])
         return scores.to(torch.promote_types(scores.dtype, torch.float32)).numpy()
 
 

@@ -20,7 +20,7 @@ from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN
 
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
-    "allocation",
+    "allocation", "data.features_of", "batchnorm",
 )  # fmt: skip
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED_LEDGER)
 # Options of Lightning's Trainer that are refused -> what to give instead, or why
@@ -127,16 +127,17 @@ def _check_keys(cfg: DictConfig) -> None:
 def _check_objects(cfg: DictConfig) -> None:
     for key in (*OBJECTS, *(f"preprocessing.{name}" for name in cfg.preprocessing or ())):
         node = OmegaConf.select(cfg, key)
-        if not node and key in ("scheduler", "clip_norm", "alpha"):
+        if not node and key in ("scheduler", "clip_norm", "alpha", "data.features_of", "batchnorm"):
             continue
         if key in BY_GROUP and isinstance(node, DictConfig) and "by_group" in node:
             _check_by_group(key, node.by_group)
             continue
         if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
             shown = "null" if node is None else str(node)
+            removed = f"; if an experiment sets its arguments, remove them with '~{key}'"
             raise ConfigError(
                 f"{key}={shown} does not name what to make; choose an option of that group, or give "
-                f"'{key}={{_target_: package.Name}}' with its arguments."
+                f"'{key}={{_target_: package.Name}}' with its arguments{removed * key.startswith('preprocessing.')}."
             )
 
 

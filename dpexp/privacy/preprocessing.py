@@ -21,7 +21,7 @@ from dpexp.privacy.plan.clipping import Abadi
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import Preprocessing, parts_of, preprocessing_of, upper
 from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch
-from dpexp.privacy.sampling.fetching import all_records, attempt
+from dpexp.privacy.sampling.fetching import all_records, attempt, sampled_dataset
 
 
 def prepare(
@@ -108,11 +108,15 @@ def _total(
     randomness: KeyStream,
 ) -> Tensor:
     """Σ of all records' clipped vectors [d], in float64. A record that raises an error contributes nothing."""
+    from rich.progress import track
+
     before = nn.Sequential(*(copy.deepcopy(one).double() for one in earlier))
     total, used = torch.zeros(step.d, dtype=torch.float64), 0
     failed: FailedRecord | None = None
+    chunks = math.ceil(len(sampled_dataset(loader)) / physical_batch)  # type: ignore[arg-type]
     with torch.no_grad():
-        for records in all_records(loader, physical_batch, randomness):
+        fetched = all_records(loader, physical_batch, randomness)
+        for records in track(fetched, f"preprocessing.{name}", chunks, transient=True, disable=chunks < 10):
             some = records if isinstance(records, FailedRecord) else attempt(_inputs, records)
             found = [some] if isinstance(some, FailedRecord) else [
                 attempt(lambda pair: _vector(step, before, *pair), pair) for pair in zip(*some, strict=True)

@@ -259,6 +259,7 @@ BAD = {
         "as in a GAN, need a loop of your own, with a dpexp.Private for each that learns from records",
     "data.features_of={_target_:torch.nn.Linear,in_features:3,out_features:2}":
         "data.features_of: a call of torch.nn.Linear failed (RuntimeError",
+    "data.features_of=3": "data.features_of=3 does not name what to make",
     "data.features_of={_target_:torch.nn.Linear,in_features:8}": "data.features_of: torch.nn.Linear cannot be made of",
     "data.features_of={_target_:dpexp.training.data.Backbone,model:{_target_:torch.nn.Identity},layer:7}":
         "data.features_of.layer=7 is no module of Identity",

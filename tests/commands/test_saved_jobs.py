@@ -255,6 +255,19 @@ def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precis
     assert (found.argmax(1) == table["class"]).all()
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+def test_features_for_predictions_are_those_of_training(dpexp_job, tmp_path, precision):
+    network = "{_target_:torch.nn.Linear,in_features:8,out_features:8}"  # its weights are drawn, in float32
+    by = f"data.features_of={{_target_:dpexp.training.data.Backbone,model:{network}}}"
+    output = dpexp_job(*QUICK, by, f"data.cache={tmp_path}/cache", f"trainer.precision={precision}")
+    assert evaluate([str(output)]) == result_of(output)["metrics"]
+    x, y = Digits().test.tensors
+    np.save(tmp_path / "x.npy", x.numpy())
+    table = predict([str(output), f"data={tmp_path}/x.npy", f"out={tmp_path}/p.csv"])
+    accuracy = (table["class"].to_numpy() == y.numpy()).mean()
+    assert abs(accuracy - result_of(output)["metrics"]["test_accuracy"]) < 1e-6
+
+
 def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job):
     names = ("standardize", "pca")
     noise = [f"preprocessing.{name}.{key}" for name in names for key in ("budget_share=null", "noise_multiplier=1")]

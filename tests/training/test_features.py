@@ -179,6 +179,26 @@ def test_users_and_class_names_stay(tmp_path):
     assert Features(of, abs, str(tmp_path)).class_names == ["zero", "one"]
 
 
+class Validated(TensorData):
+    """Has a validation set of its own."""
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.full((2, 4), -3.0), torch.arange(2)))
+
+
+def test_validation_records_are_not_those_of_the_test_set(tmp_path):
+    sets = [(torch.rand(n, 4), torch.arange(n)) for n in (5, 3)]
+    for of, expected in ((Validated(*sets), torch.full((2, 4), 3.0)), (TensorData(*sets), sets[1][0])):
+        loader = Features(of, abs, str(tmp_path)).val_dataloader()
+        assert torch.equal(loader.dataset.tensors[0], expected)
+
+
+def test_a_folder_that_cannot_be_written_is_told_not_the_map(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"data\.cache=.*file: .* GiB of features cannot be written there: .*exists"):
+        Features(data(), abs, str(tmp_path / "file"))
+
+
 def network():
     return nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Tanh(), nn.Linear(3, 2))
 
@@ -216,7 +236,7 @@ def sets_of_one_tensor():
         (lambda: RandomFeatures(abs, 4, 6, groups=4), "groups must divide count, and size must be odd"),
         (lambda: RandomFeatures(abs, 4, 6, size=2), "groups must divide count, and size must be odd"),
         (lambda: RandomFeatures(abs, 4, 0), "must be positive integers"),
-        (lambda: Backbone(network(), "5"), "layer=5 is no module of Sequential, whose modules are 0, 1, 2, 3"),
+        (lambda: Backbone(network(), "5"), "layer=5 is no module of Sequential; its most similar modules are [0-3], "),
         (lambda: Backbone(network(), ["1", "5"]), "layer=5 is no module of Sequential"),
         (lambda: compute_features(torch.ones(5, 4), lambda x: x[:1], 2), "gives 1 rows for 2 records"),
         (lambda: Backbone(network(), mean=[0.5]), r"give mean=\[0\.5\] and std=None both, or neither"),

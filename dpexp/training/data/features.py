@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
@@ -48,13 +49,21 @@ class Features(TensorData):
     """
 
     def __init__(self, of: pl.LightningDataModule, by: Map, cache: str) -> None:
-        sets = [_tensors(of, name) for name in ("train", "test")]
-        folder = Path(cache).expanduser()
-        train, test = ((cached_features(x, by, folder), y) for x, y in sets)
-        super().__init__(train, test)
+        has_validation = type(of).val_dataloader is not pl.LightningDataModule.val_dataloader
+        train, test = _tensors(of, "train"), _tensors(of, "test")
+        validation = _tensors(of, "val") if has_validation else test
+
+        def features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return cached_features(x, by, Path(cache).expanduser()), y
+
+        super().__init__(features(*train), features(*test))
+        self._validation = self.test if validation[0] is test[0] else TensorDataset(*features(*validation))
         self.of, self.class_names = of, getattr(of, "class_names", None)
         if (users := getattr(getattr(of, "train", None), "user_of", None)) is not None:
             self.train.user_of = users
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self._validation, 1000)
 
 
 def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
@@ -90,11 +99,17 @@ def cached_features(x: Tensor, by: Map, folder: Path) -> Tensor:
             "with others; the features of a record must depend on that record alone, without random numbers."
         )
     features = compute_features(x, by)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        save_file({"features": features}, f"{unfinished}/features")
-        os.chmod(f"{unfinished}/features", 0o600)
-        os.replace(f"{unfinished}/features", path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            save_file({"features": features}, f"{unfinished}/features")
+            os.chmod(f"{unfinished}/features", 0o600)
+            os.replace(f"{unfinished}/features", path)
+    except (OSError, SafetensorError) as error:
+        size = features.nbytes / 2**30
+        raise ConfigError(
+            f"data.cache={folder}: {size:.2g} GiB of features cannot be written there: {error}."
+        ) from error
     return features
 
 
@@ -137,7 +152,11 @@ class OnFeatures(nn.Module):
         self.by, self.model = by, model
 
     def forward(self, x: Tensor) -> Any:
-        return self.model(compute_features(x, self.by))
+        """Features are computed at the precision of x, as those that the model was trained on."""
+        with torch.autocast(x.device.type, enabled=False):
+            features = compute_features(x, self.by)
+        weight = next(self.model.parameters(), features)
+        return self.model(features.to(weight.dtype) if features.is_floating_point() else features)
 
 
 class Scattering:
@@ -273,8 +292,8 @@ class Backbone:
         self._outputs: dict[str, Any] = dict.fromkeys(names)
         if unknown := [name for name in self._outputs if name not in layers]:
             raise ConfigError(
-                f"data.features_of.layer={unknown[0]} is no module of {type(model).__name__}, whose modules are "
-                f"{', '.join(name for name in layers if name)}."
+                f"data.features_of.layer={unknown[0]} is no module of {type(model).__name__}; its most similar modules "
+                f"are {', '.join(get_close_matches(unknown[0], filter(None, layers), 8, 0))}."
             )
         if (mean is None) != (std is None):
             raise ConfigError(f"data.features_of: give mean={mean} and std={std} both, or neither.")
