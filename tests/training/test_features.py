@@ -14,6 +14,7 @@ from dpexp.training.data import (
     Digits,
     Features,
     Joined,
+    LumaAndChroma,
     Mirrored,
     RandomFeatures,
     Scattering,
@@ -139,6 +140,7 @@ MNIST, CIFAR = [1, 28, 28], [3, 32, 32]
 TWO_SCALES = [Scattering(MNIST, groups=27), Scattering(MNIST, J=3, groups=31)]
 MAPS = [
     (Scattering(CIFAR), CIFAR, [243, 8, 8]),
+    (LumaAndChroma(Scattering(CIFAR, J=3)), CIFAR, [651, 4, 4]),
     (Joined(TWO_SCALES), MNIST, [81 * 7 * 7 + 217 * 3 * 3]),
     (RandomFeatures(TWO_SCALES[0], channels=81, count=18, groups=9), MNIST, [99, 7, 7]),
 ]
@@ -266,6 +268,12 @@ def moments(image):
     down, right = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
     row, column = (mass * down).sum(), (mass * right).sum()
     return row, column, (mass * (down - row) * (right - column)).sum() / (mass * (down - row) ** 2).sum()
+
+
+def test_luma_and_chroma_of_grey_and_blue():
+    x = torch.tensor([[0.3, 0.3, 0.3], [-1.0, -1.0, 1.0]])[..., None, None]
+    found = LumaAndChroma(lambda x: x)(x).flatten(1)
+    assert torch.allclose(found, torch.tensor([[0.3, 0.0, 0.0], [-0.772, 1.0, (-1 + 0.772) / 1.402]]), atol=1e-6)
 
 
 def test_deskewed_images_are_centred_and_upright():

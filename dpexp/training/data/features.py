@@ -239,6 +239,19 @@ class Mirrored:
         return self._of(torch.cat([x, x.flip(-1)])).unflatten(0, (2, -1)).mean(0)
 
 
+class LumaAndChroma:
+    """Another map's features of a colour image's luma and two colour differences (ITU-R BT.601) in place of R, G, B."""
+
+    def __init__(self, of: Map) -> None:
+        self._of, self.at_once = as_map(of), getattr(of, "at_once", 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, 3, H, W] in [-1, 1] -> [B, ...]."""
+        red, green, blue = x.unbind(1)
+        luma = 0.299 * red + 0.587 * green + 0.114 * blue
+        return self._of(torch.stack([luma, (blue - luma) / 1.772, (red - luma) / 1.402], dim=1))
+
+
 class Deskewed:
     """Another map's features of images that are centred and sheared upright by their moments (LeCun et al. 1998,
     "Gradient-based learning applied to document recognition", section III: deslanting).
