@@ -3,17 +3,23 @@
 import re
 import shlex
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import yaml
 
+import dpexp
 from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.risk import risk
 from dpexp.commands import validate
 from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
 from dpexp.privacy.private_metrics import metric_releases
 from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name
+
+CHOOSING = (DOCS / "choosing.md").read_text()
 
 
 @pytest.fixture
@@ -46,6 +52,47 @@ def test_python_runs(page, written, tmp_path, dpexp_job):
     if page.name == "own_loop.md":
         rounds = [len(read_ledger(tmp_path / name)) for name in ("ledger.jsonl", "loop.jsonl", "adapter/ledger.jsonl")]
         assert rounds == [50, 50, 20]
+
+
+def test_readmes_python_runs(written):
+    """With a model and data as its reader has them."""
+    written(DOCS / "own.md")
+    mine = import_module("mine")
+    module, data = mine.Spotter(width=16), mine.Lights(records=2000)
+    namespace = {
+        "dpexp": dpexp, "pl": pl, "n": 2000, "module": module, "data": data, "model": module, "train_set": data.train,
+        "optimizer": module.configure_optimizers(), "loss_of": lambda model, record: model.training_step(record),
+    }  # fmt: skip
+    programs = blocks(ROOT / "README.md", "python")
+    assert len(programs) == 2
+    for _, content in programs:
+        exec(compile(content, "README.md", "exec"), namespace)
+
+
+def test_choosing_says_what_an_epsilon_allows():
+    """Its table, of the default job."""
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \|$", CHOOSING, re.MULTILINE)
+    assert len(rows) == 5
+    for epsilon, *printed in rows:
+        plan = dpexp.plan(composed([f"privacy.epsilon={epsilon}"]))
+        figures = risk(plan.ledger()).figures()
+        advantage, found = ceil(100 * figures["advantage"]), ceil(1000 * figures["tpr_at_fpr_0.01"])
+        assert printed == [f"{plan.noise_multiplier:.1f}", f"{advantage / 100:.2f}", f"{found / 10:.1f}"], epsilon
+
+
+def test_good_settings_are_those_that_ran():
+    """Its rows of batch, rounds, S, learning rate and accuracy at ε."""
+    settings = r"\| (\d+), (\d+) \| ([\d.]+), ([\d.]+) \| ([\d.]+) % at ([\d.]+) \|"
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ " + settings, CHOOSING, re.MULTILINE)
+    results = (DOCS / "results.md").read_text()
+    assert len(rows) == 6
+    for experiment, *numbers, accuracy, epsilon in rows:
+        cfg = composed([f"experiment={experiment}"])
+        chosen = [cfg.sampling.expected_batch_size, cfg.sampling.steps, cfg.clip_norm.value, cfg.optimizer.lr]
+        assert [float(number) for number in numbers] == chosen, experiment
+        ran = [line for line in results.splitlines() if f"`experiment={experiment} privacy.epsilon={epsilon}`" in line]
+        if ran or experiment != "mnist_cnn":  # of which results.md has a sentence
+            assert f"| {accuracy}" in ran[0], experiment
 
 
 def commands(page):
@@ -100,6 +147,7 @@ def test_every_extension_of_ones_own_trains(k, written, dpexp_job):
 
 PRINTED = {  # page: the job whose plan it shows
     "README.md": "group=conv_fc mechanism=joint",
+    "docs/reading_a_run.md": "group=conv_fc mechanism=joint",
     "docs/preprocessing.md": "preprocessing=[class_counts,standardize,pca] preprocessing.pca.k=20 model=mlp "
     "model.shape=[20] sampling.steps=60",
 }
