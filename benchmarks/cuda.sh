@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What must hold on a GPU, and what it costs there, in one go: bash benchmarks/cuda.sh
-# Everything but docs/step_gpu.md can be tried without one: bash benchmarks/cuda.sh --device cpu --small
+# Everything but the GPU's table of docs/speed.md can be tried without one: bash benchmarks/cuda.sh --device cpu --small
 set -euo pipefail
 cd "$(dirname "$0")/.."
 device=cuda small=

@@ -1,4 +1,4 @@
-"""Prints the table of docs/results.md on the digits from MLflow, and draws docs/digits.png. Run first:
+"""Prints a table on the digits from MLflow, and draws docs/digits.png. Run first:
 
 python -m dpexp -m sweep=digits
 python -m dpexp -m privacy.enabled=false 'seed=range(3)'

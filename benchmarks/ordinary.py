@@ -1,13 +1,14 @@
 """Ordinary Lightning modules, as their authors wrote them: does each train privately, how, and at what price?
 
-python benchmarks/ordinary.py > docs/ordinary.md   # all
-python benchmarks/ordinary.py "VAE"                # those whose names begin so
+python benchmarks/ordinary.py --write    # all: prints a table, and puts its summary into docs/speed.md
+python benchmarks/ordinary.py "VAE"      # those whose names begin so
 """
 
 import argparse
 import json
 import logging
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -203,20 +204,35 @@ def price(a: dict[str, Any], b: dict[str, Any]) -> str:
     return f"{a['step'] / b['step']:.2f}" if "step" in a and "step" in b else ""
 
 
-PAGE = f"""\
-# Ordinary training code
-
-The modules in `benchmarks/ordinary_modules` follow the structure of public code, at small sizes. Each trained for
-{STEPS} steps of about {B} records: plainly, with a `PrivacyCallback`, and by Opacus, by hooks or functorch, whichever
-was quicker and ran at all (whether its gradients are right was not examined). `python benchmarks/ordinary.py`
-writes this page.
-
-*Plain* is the CPU time of a step without privacy; the two ratios are of CPU times of a step in the second half of
-the steps. *Said* is whether a training above {SLOW:g} times had said so before its first round. A round costs 2 to
-5 ms whatever the model, for its sample, its noise and its ledger, so that the ratio of a step of 1 ms says little.
+ABOUT = f"""\
+Each module trained for {STEPS} steps of about {B} records: plainly, with a `PrivacyCallback`, and by Opacus, by hooks
+or functorch, whichever was quicker and ran at all (whether its gradients are right was not examined). *Plain* is the
+CPU time of a step without privacy; the two ratios are of CPU times of a step in the second half of the steps. *Said*
+is whether a training above {SLOW:g} times had said so before its first round.
 
 | module | structure of | changed | mode | plain, ms | over plain | over Opacus | job, s | said | reason |
 |---|---|---|---|---|---|---|---|---|---|"""
+PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+BEGIN, END = "<!-- written by benchmarks/ordinary.py -->", "<!-- until here -->"
+
+
+def summary(rows: list[str]) -> str:
+    """How many modules of the table run in which way, at what price, and which are not traced."""
+    cells = [[cell.strip() for cell in one.strip().strip("|").split("|")] for one in rows]
+    lines = ["| | modules | least, median and most time over plain | which |", "|---|---|---|---|"]
+    for mode in ("traced", "one at a time", "refused", "crashed", "FAILED"):
+        of_mode = [one for one in cells if one[3].startswith(mode)]
+        prices = [float(one[5]) for one in of_mode if len(one) > 5 and one[5]]
+        paid = f"{min(prices):.1f}, {statistics.median(prices):.1f}, {max(prices):.1f}" if prices else ""
+        names = "" if mode == "traced" else "; ".join(one[0] for one in of_mode)
+        if of_mode:
+            lines.append(f"| {mode} | {len(of_mode)} | {paid} | {names} |")
+    return "\n".join(lines)
+
+
+def write(rows: list[str]) -> None:
+    before, found, after = PAGE.read_text().partition(f"{BEGIN}\n")
+    PAGE.write_text(f"{before}{found}\n{summary(rows)}\n\n{END}{after.partition(END)[2]}")
 
 
 if __name__ == "__main__":
@@ -225,6 +241,7 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", default=[""])
     parser.add_argument("--one", action="store_true")
     parser.add_argument("-v", action="store_true")
+    parser.add_argument("--write", action="store_true", help="the summary, to docs/speed.md")
     arguments = parser.parse_args()
     sys.path[:0] = [str(Path(__file__).parent / "ordinary_modules")]
     for page in PAGES:
@@ -232,13 +249,15 @@ if __name__ == "__main__":
     if arguments.one:
         print(json.dumps(run(arguments.names[0])))
         raise SystemExit
-    print(PAGE, flush=True)
+    print(ABOUT, flush=True)
+    rows = []
     for name in [name for name in CASES if name.startswith(tuple(arguments.names))]:
         call = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True)
         if call.returncode:
-            print(
-                f"| {name} | {CASES[name].source} | | FAILED: {call.stderr.strip().splitlines()[-1][:200]} |",
-                flush=True,
-            )
+            said = call.stderr.strip().splitlines()[-1][:200]
+            rows.append(f"| {name} | {CASES[name].source} | | FAILED: {said} |")
         else:
-            print(row(name, json.loads(call.stdout.splitlines()[-1])), flush=True)
+            rows.append(row(name, json.loads(call.stdout.splitlines()[-1])))
+        print(rows[-1], flush=True)
+    if arguments.write:
+        write(rows)

@@ -35,8 +35,7 @@ SCRIPTS = {
     "Opake": "with_opake.py",
 }
 SHUFFLED = ("fastDP", "TensorFlow Privacy")
-HEAD = ["", "version", "runs", "accuracy", "z", "ε, said", "ε, PLD"]
-HEAD += ["ms a round", "of CPU", "s in all", "of CPU", "MiB", "lines"]
+HEAD = ["", "accuracy, % (runs)", "z; ε, said; ε, PLD", "CPU: ms a round; s in all", "MiB; lines"]
 
 
 def main() -> None:
@@ -115,7 +114,9 @@ def from_job(folder: Path) -> dict:
 
 def table(work: str, runs: list[dict], was: str) -> str:
     """Of `runs`; and of `was`, the table before, for a library that has none."""
-    kept = {cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in was.splitlines())}
+    kept = {
+        cells[0].partition(" (")[0]: cells for cells in (line.strip("| ").split(" | ") for line in was.splitlines())
+    }
     rows = [HEAD, ["---"] * len(HEAD)]
     for name in SCRIPTS:
         mine = [run for run in runs if (run["name"], run["work"]) == (name, work)]
@@ -123,7 +124,7 @@ def table(work: str, runs: list[dict], was: str) -> str:
         if mine and not done:
             rows.append([name, mine[-1]["error"], *[""] * (len(HEAD) - 2)])
         elif done:
-            rows.append([name, *row(name, done)])
+            rows.append(row(name, done))
         elif name in kept:
             rows.append(kept[name])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
@@ -135,19 +136,14 @@ def row(name: str, runs: list[dict]) -> list[str]:
 
     percent = [100 * run["accuracy"] for run in runs]
     z = median("z")
+    spread = f" ± {statistics.stdev(percent):.2f}" if len(runs) > 1 else ""
+    lines = lines_of(PEERS / SCRIPTS[name]) + (name == "dpexp, YAML")  # and its command
     return [
-        runs[-1]["version"],
-        str(len(runs)),
-        f"{statistics.mean(percent):.2f}" + (f" ± {statistics.stdev(percent):.2f}" if len(runs) > 1 else ""),
-        f"{z:.4f}",
-        f"{median('epsilon'):.3f}",
-        f"{independent_epsilon(z, shuffled=name in SHUFFLED):.3f}",
-        f"{1000 * median('round'):.0f}",
-        f"{1000 * median('round_cpu'):.0f}",
-        f"{median('seconds'):.0f}",
-        f"{median('cpu'):.0f}",
-        f"{median('MiB'):.0f}",
-        str(lines_of(PEERS / SCRIPTS[name]) + (name == "dpexp, YAML")),  # and its command
+        f"{name} ({runs[-1]['version']})",
+        f"{statistics.mean(percent):.2f}{spread} ({len(runs)})",
+        f"{z:.4f}; {median('epsilon'):.3f}; {independent_epsilon(z, shuffled=name in SHUFFLED):.3f}",
+        f"{1000 * median('round_cpu'):.0f}; {median('cpu'):.0f}",
+        f"{median('MiB'):.0f}; {lines}",
     ]
 
 

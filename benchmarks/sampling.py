@@ -1,4 +1,4 @@
-"""The noise that each sampling policy needs: a table for docs/results.md.
+"""The noise that each sampling policy needs: a table, of which docs/results.md has a part.
 
     python benchmarks/sampling.py    # ten minutes
 

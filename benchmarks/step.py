@@ -2,7 +2,7 @@
 
     python benchmarks/step.py                          # every model; prints a table
     python benchmarks/step.py logistic lora --rounds 20 --repeat 2
-    python benchmarks/step.py --write                  # the table to docs/step_cpu.md, a figure to docs/step_cpu.png
+    python benchmarks/step.py --write                  # a short table to docs/speed.md, a figure to docs/step_cpu.png
 
 A fit is warmed up, and then measured from the end of one round to that of a later one: fetching the batch, the step,
 the optimizer, callbacks and the ledger. On a CPU that is the process's CPU time on one thread, on a GPU time by the
@@ -252,22 +252,11 @@ def compiling(results: Results) -> tuple[str, str, str]:
     return f"{before:.2f}, {after:.2f}", f"{took:.0f}", pays
 
 
-HEAD = """# Step time and memory
-
-`python benchmarks/step.py --write`: the time of a training round divided by that of a plain Lightning fit of the same
-module with the same SGD. A round includes fetching the batch, the step, the optimizer, callbacks and the ledger. Each
-entry is the mean of {repeat} fits, alternating with the other candidates, and the standard deviation of the ratios. On
-a CPU, time is CPU time on one thread.
-
-Batches have B of 50 B records. dpexp draws Poisson samples of B expected records, with `max_physical_batch_size` 2 B;
-in brackets are an earlier ratio and the target for the compiled step. "Rows at once" is plain training that fetches the
-rows of a batch by `index_select`, as dpexp does; "plain, compiled" compiles the model by `torch.compile`. The pass
-alone is the wall-clock time of a round's forward and backward passes, norms and clipped sums, padding included.
-Compiling was not cached the first time, and saves time after the given number of rounds; `trainer.compile=auto`
-compiles where three times as many rounds are planned. *Beginning* is the time from `fit` to the end of {warm_up}
-rounds, less that of as many later rounds: dpexp traces the step for one record, and proves and times its graph. Memory
-is the peak, without imports and data. Opacus runs in a plain loop over batches of B without Lightning, which favours
-it; notes say where it needs another model, or cannot run.
+HEAD = """Each entry is the mean of {repeat} fits, with the standard deviation of the ratios. *Plain, rows at once*
+fetches a batch by `index_select`, as dpexp does; *plain, compiled* is by `torch.compile`; the pass alone is a round's
+forward and backward passes, norms and clipped sums, by the clock; *beginning* is the time from `fit` to the end of
+{warm_up} rounds, less that of as many later ones; memory is the peak, without imports and data. Notes say where Opacus
+needs another model, or cannot run.
 
 torch {torch}, opacus {opacus}, {device}
 """
@@ -286,6 +275,35 @@ def row(name: str, results: Results) -> str:
     own = [f"{1000 * mean(results, 'plain'):.2f}", ratio(results, "dpexp"), ratio(results, COMPILED)]
     others = [ratio(results, COMPILED, to).partition(" ±")[0] for to in (AT_ONCE, PLAIN_COMPILED)]
     return line(work.title, f"{work.batch}", *own, *theirs, *others, *compiling(results), beginning, peaks)
+
+
+SHORT = ("B records a round", "plain, ms", "dpexp; compiled", "Opacus: hooks; ghost", "compiling, s")
+
+
+def short(name: str, results: Results) -> str:
+    """A row of docs/speed.md: ratios to plain, without their spread."""
+    work = WORKLOADS[name]
+    ours, theirs = (
+        "; ".join(ratio(results, way).partition(" ±")[0] for way in ways)
+        for ways in (("dpexp", COMPILED), (HOOKS, GHOST))
+    )
+    theirs += f" ({work.differs})" if work.differs else ""
+    return line(
+        f"{work.title}, B {work.batch}", f"{1000 * mean(results, 'plain'):.2f}", ours, theirs, compiling(results)[1]
+    )
+
+
+def write(page: Path, about: dict[str, str], lines: list[str]) -> None:
+    """Puts a table between the two marks of this device."""
+    before, found, after = page.read_text().partition(f"<!-- written by benchmarks/step.py --device {DEVICE} -->\n")
+    if not found:
+        raise SystemExit(f"{page} has no mark for {DEVICE}.")
+    versions = "torch {torch}, Opacus {opacus}".format(**about)
+    table = "\n".join([f"{versions}\n", line(*SHORT), line(*["---"] * len(SHORT)), *lines])
+    page.write_text(f"{before}{found}\n{table}\n\n{END}{after.partition(END)[2]}")
+
+
+END = "<!-- until here -->"
 
 
 def line(*cells: str) -> str:
@@ -321,7 +339,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=REPEAT, help="fits of each candidate")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
-        "--write", action="store_true", help="docs/step_cpu or step_gpu: .png, and .md up to its first ##"
+        "--write", action="store_true", help="docs/speed.md between its marks; on a CPU also docs/step_cpu.png"
     )
     parser.add_argument("--peak-of", choices=WAYS, help="only this candidate's memory, as JSON")
     arguments = parser.parse_args()
@@ -347,10 +365,10 @@ def main() -> None:
         lines.append(row(name, everything[name]))
         print(lines[-1], flush=True)
     if arguments.write:
-        page = Path(__file__).parents[1] / "docs" / f"step_{'cpu' if DEVICE == 'cpu' else 'gpu'}.md"
-        remarks = (page.read_text() if page.exists() else "").partition("\n## ")[1:]
-        page.write_text("\n".join(lines) + "\n" + "".join(remarks))
-        draw(everything, page.with_suffix(".png"))
+        docs = Path(__file__).parents[1] / "docs"
+        write(docs / "speed.md", about, [short(name, results) for name, results in everything.items()])
+        if DEVICE == "cpu":
+            draw(everything, docs / "step_cpu.png")
 
 
 if __name__ == "__main__":
