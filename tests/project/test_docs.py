@@ -198,14 +198,18 @@ def leaves(nav):
             yield from [under] if isinstance(under, str) else leaves(under)
 
 
-def test_readmes_table_names_every_option():
-    conf = ROOT / "conf"
-    table = (ROOT / "README.md").read_text().partition("## Configuration")[2].partition("## ")[0]
+def test_the_pages_of_options_and_commands_are_current(monkeypatch):
+    """They are what python benchmarks/reference.py writes: each option, and each key with what it means."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    reference, conf = import_module("reference"), ROOT / "conf"
+    for page, written in reference.PAGES.items():
+        assert (DOCS / page).read_text() == written(), f"{page}: run python benchmarks/reference.py"
+    text = (DOCS / "options.md").read_text()
     for folder in sorted({path.parent for path in conf.glob("**/*.yaml")} - {conf}):
-        group = folder.relative_to(conf).as_posix()
-        (row,) = re.findall(rf"^\| `{group}` \| (.*?) \|", table, re.MULTILINE)
-        options, named = {path.stem for path in folder.glob("*.yaml")}, set(re.findall(r"`(\w+)`", row))
-        assert options <= named if group.startswith("hydra/") else options == named, group  # Hydra brings some
+        section = text.partition(f"\n## {folder.relative_to(conf).as_posix()}\n")[2].partition("\n## ")[0]
+        assert {path.stem for path in folder.glob("*.yaml")} <= {*re.findall(r"^\| `(\w+)`", section, re.MULTILINE)}
+    keys = re.findall(r"^\| `([\w.]+)` \| (?:`.*`)? \| .* \| (.*) \|$", text, re.MULTILINE)
+    assert len(keys) > 120 and not [key for key, meaning in keys if not meaning or meaning.endswith(": ")]
 
 
 RESULT = re.compile(r"^\| (\w+) \| ([\d.]+) \| .* \| \d+ \| [\d.]+ \| \w+\+? \| `([^`]+)` \|$", re.MULTILINE)
