@@ -1,0 +1,54 @@
+"""Runs the tutorials, docs/tutorials/*.ipynb, each in an empty folder.
+
+    python benchmarks/tutorials.py [NAME ...]           # fails if a cell does
+    python benchmarks/tutorials.py --write [NAME ...]   # also keeps the outputs
+"""
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
+PLAIN = {  # text without colours and progress bars, set by a first cell, since the kernel sets some otherwise
+    "TERM": "dumb", "TTY_COMPATIBLE": "0", "NO_COLOR": "1", "FORCE_COLOR": "", "CLICOLOR_FORCE": "", "COLUMNS": "110",
+    "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
+}  # fmt: skip
+NOISE = re.compile(r"^(INFO|\d{4}/\d\d/\d\d .* INFO) .*\n", re.MULTILINE)  # lines of the store's first start
+
+
+def run(path: Path, write: bool) -> None:
+    """Executes a notebook; what it makes is left in a folder that is deleted."""
+    notebook, start = nbformat.read(path, as_version=4), perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(f"import os\nos.environ.update({PLAIN})"))
+        where = {"metadata": {"path": folder}}
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where, record_timing=False).execute()
+        del notebook.cells[0]
+        for number, cell in enumerate((one for one in notebook.cells if one.cell_type == "code"), 1):
+            cell.execution_count = number
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = number
+                if output.output_type == "stream":
+                    output.text = NOISE.sub("", output.text.replace("\r\n", "\n")).replace(f"{folder}/", "")
+    print(f"{path.name}: {perf_counter() - start:.0f} s")
+    if write:
+        notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+        nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--write", action="store_true")
+    chosen = parser.parse_args()
+    os.environ.update(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for name in chosen.names or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
+        run(FOLDER / f"{name}.ipynb", chosen.write)
