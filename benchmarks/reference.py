@@ -36,7 +36,7 @@ INTRODUCTION = """\
 
 `python benchmarks/reference.py` writes this page from the YAML in `conf/`; `python -m dpexp help` and `python -m dpexp help NAME`
 print the same. A job takes one option of each group, `group=per_layer`, and values, `privacy.epsilon=8`. `--cfg job` shows
-the whole configuration without running it. [Own models, data and groups](own.md) are further options.
+the whole configuration without running it. [Custom models, data and groups](own.md) are further options.
 
 A default in *italics* is computed from other values; `???` must be given.
 """

@@ -20,7 +20,9 @@ PLAIN = {  # text without colours and progress bars, set by a first cell, since 
     "TERM": "dumb", "TTY_COMPATIBLE": "0", "NO_COLOR": "1", "FORCE_COLOR": "", "CLICOLOR_FORCE": "", "COLUMNS": "110",
     "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
 }  # fmt: skip
-NOISE = re.compile(r"^(INFO|\d{4}/\d\d/\d\d .* INFO) .*\n", re.MULTILINE)  # lines of the store's first start
+NOISE = re.compile(  # lines of the store's first start, and of Lightning's
+    r"^(INFO|\d{4}/\d\d/\d\d .* INFO|GPU available|TPU available|HPU available|💡 Tip|Seed set)\b.*\n?", re.MULTILINE
+)
 
 
 def run(path: Path, write: bool) -> None:
@@ -38,6 +40,8 @@ def run(path: Path, write: bool) -> None:
                     output.execution_count = number
                 if output.output_type == "stream":
                     output.text = NOISE.sub("", output.text.replace("\r\n", "\n")).replace(f"{folder}/", "")
+            if "outputs" in cell:
+                cell.outputs = [one for one in cell.outputs if one.output_type != "stream" or one.text.strip()]
     print(f"{path.name}: {perf_counter() - start:.0f} s")
     if write:
         notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
