@@ -20,9 +20,34 @@ PLAIN = {  # text without colours and progress bars, set by a first cell, since 
     "TERM": "dumb", "TTY_COMPATIBLE": "0", "NO_COLOR": "1", "FORCE_COLOR": "", "CLICOLOR_FORCE": "", "COLUMNS": "110",
     "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
 }  # fmt: skip
-NOISE = re.compile(  # lines of the store's first start, and of Lightning's
-    r"^(INFO|\d{4}/\d\d/\d\d .* INFO|GPU available|TPU available|HPU available|💡 Tip|Seed set)\b.*\n?", re.MULTILINE
-)
+NOISE = re.compile(  # lines of the store's first start, of Lightning's, and of tqdm
+    r"^(?:(?:INFO|\d{4}/\d\d/\d\d .* INFO|GPU available|TPU available|HPU available|💡 Tip|Seed set)\b.*"
+    r"|.* TqdmWarning: .*\n  .*)\n?", re.MULTILINE,
+)  # fmt: skip
+WARNING = re.compile(r"^\S+[.]py:\d+: (\w*Warning: .*)\n  .*\n", re.MULTILINE)  # without its place
+
+
+def cleaned(text: str) -> str:
+    """What a reader sees of a stream, without what depends on the machine."""
+    return WARNING.sub(r"\1\n", NOISE.sub("", re.sub(r"\r+\n", "\n", text)))
+
+
+def tidy(notebook: nbformat.NotebookNode, folder: str) -> None:
+    """Joins the parts of a cell's output, and takes out what depends on the machine."""
+    for number, cell in enumerate((one for one in notebook.cells if one.cell_type == "code"), 1):
+        cell.execution_count, kept = number, []
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output.execution_count = number
+            if output.output_type == "stream" and kept and kept[-1].get("name") == output.name:
+                kept[-1].text += output.text
+            else:
+                kept.append(output)
+        for output in kept:
+            if output.output_type == "stream":
+                output.text = cleaned(output.text).replace(f"{folder}/", "")
+        cell.outputs = [one for one in kept if one.output_type != "stream" or one.text.strip()]
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 
 
 def run(path: Path, write: bool) -> None:
@@ -33,18 +58,9 @@ def run(path: Path, write: bool) -> None:
         where = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where, record_timing=False).execute()
         del notebook.cells[0]
-        for number, cell in enumerate((one for one in notebook.cells if one.cell_type == "code"), 1):
-            cell.execution_count = number
-            for output in cell.outputs:
-                if "execution_count" in output:
-                    output.execution_count = number
-                if output.output_type == "stream":
-                    output.text = NOISE.sub("", output.text.replace("\r\n", "\n")).replace(f"{folder}/", "")
-            if "outputs" in cell:
-                cell.outputs = [one for one in cell.outputs if one.output_type != "stream" or one.text.strip()]
+    tidy(notebook, folder)
     print(f"{path.name}: {perf_counter() - start:.0f} s")
     if write:
-        notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
         nbformat.write(notebook, path)
 
 
