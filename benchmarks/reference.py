@@ -23,28 +23,31 @@ from dpexp.config import CONF, Config
 
 DOCS = Path(__file__).parents[1] / "docs"
 PER_RECORD = ("experiment", "sweep", "hydra/launcher")  # options are whole settings, so that keys are not listed
+NAMED = ("callbacks.", "preprocessing.")  # sections of which there may be several
 MOST_DEFAULTS, MOST_OWNERS = 3, 6  # that a cell lists
-CODE = re.compile(  # what a comment has as code, between blanks or brackets
-    r"""`[^`]+`|'[\w.]+=[^']*'|[\w.]+='[^']*'|python -m dpexp[^;.]*|(?<![\w./])(?:\+?[\w./]+=[\w.\[\],…:/-]*[\w\]…]|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|"""
-    r"""\[[\w-][^\]()]*\](?!\()|[\w.]*_target_|\$\{\w+\}|(?:%s)\.\w+(?:\.\w+)*|[a-z]{2,}(?:_[a-z]+)+)""" % "|".join(
-        field.name for field in fields(Config)
-    )
-)
+_SECTIONS = "|".join(field.name for field in fields(Config))
+_CODES = (  # what a comment has as code
+    r"`[^`]+`", r"'[\w.]+=[^']*'", r"[\w.]+='[^']*'", r"python -m dpexp[^;.]*", r"pip install '[^']*'",
+    r"(?<![\w./])(?:\+?[\w./]+=[\w.\[\],…:/-]*[\w\]…]", r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", r"\[[\w-][^\]()]*\](?!\()",
+    r"[\w.]*_target_", r"\$\{\w+\}", rf"(?:{_SECTIONS})\.\w+(?:\.\w+)*", r"[a-z]{2,}(?:_[a-z]+)+)",
+)  # fmt: skip
+CODE = re.compile("|".join(_CODES))
 KEY = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>.*?)(?:  +# ?(?P<comment>.*))?$")
 INTRODUCTION = """\
 # Options
 
-`python benchmarks/reference.py` writes this page from the YAML in `conf/`; `python -m dpexp help` and `python -m dpexp help NAME`
-print the same. A job takes one option of each group, `group=per_layer`, and values, `privacy.epsilon=8`. `--cfg job` shows
-the whole configuration without running it. [Custom models, data and groups](own.md) are further options.
+`python benchmarks/reference.py` writes this page from the YAML in `conf/`; `python -m dpexp help` and
+`python -m dpexp help NAME` print the same. A job takes one option of each group, `group=per_layer`, and values,
+`privacy.epsilon=8`. `--cfg job` shows the whole configuration without running it. Further options are your own:
+[Custom models, data and groups](own.md).
 
 A default in *italics* is computed from other values; `???` must be given.
 """
 COMMANDS_PAGE = """\
 # Commands
 
-`python benchmarks/reference.py` writes this page from the texts that `python -m dpexp help NAME` prints. Installed, `dpexp` is
-short for `python -m dpexp`.
+`python benchmarks/reference.py` writes this page from the texts that `python -m dpexp help NAME` prints. Installed,
+`dpexp` is short for `python -m dpexp`.
 
 ## A job
 
@@ -62,11 +65,11 @@ short for `python -m dpexp`.
 def options_page() -> str:
     groups = _options_of_groups([CONF])
     decided = decisions()
-    rows = [
-        f"| [`{group}`](#{anchor(group)}) | {', '.join(f'`{path.stem}`' for path in groups.get(group, []))} | {marked(text)} |"
-        for group, text in sorted(decided.items())
-    ]
-    parts = [INTRODUCTION, "## Groups\n\n| group | options | what it decides |\n|---|---|---|\n" + "\n".join(rows), *values()]
+    rows = ["| group | options | what it decides |", "|---|---|---|"]
+    for group, text in sorted(decided.items()):
+        options = ", ".join(f"`{path.stem}`" for path in groups.get(group, []))
+        rows.append(f"| [`{group}`](#{anchor(group)}) | {options} | {marked(text)} |")
+    parts = [INTRODUCTION, "## Groups", "\n".join(rows), *values()]
     for group, text in sorted(decided.items()):
         parts.append(f"## {group}\n\n{marked(text)}")
         if group in groups:
@@ -170,7 +173,7 @@ def flat(content: Any, targets: dict[str, str], prefix: str = "") -> Iterator[tu
                 yield from flat(own, targets, name) if own and "subset" in own else ()
         elif key == "_target_":
             targets.setdefault(prefix, value)
-        elif isinstance(value, dict) and "." not in name.removeprefix("hydra.") or (isinstance(value, dict) and "_target_" in value and name.startswith(("callbacks", "preprocessing"))):
+        elif isinstance(value, dict) and ("." not in name.removeprefix("hydra.") or name.startswith(NAMED)):
             yield from flat(value, targets, name)
         else:
             yield name, value
@@ -192,7 +195,11 @@ def comments_of(text: str) -> dict[str, str]:
 
 
 def row(
-    key: str, defaults: list[tuple[Any, Any]], comments: dict[str, Any], options: int = 0, targets: dict[str, str] | None = None
+    key: str,
+    defaults: list[tuple[Any, Any]],
+    comments: dict[str, Any],
+    options: int = 0,
+    targets: dict[str, str] | None = None,
 ) -> str:
     """A row of a table: key, type, default, and what its comments say; of some options alone, with their names."""
     found = comments.get(key) or documented(key, targets or {})
@@ -208,7 +215,8 @@ def row(
     parts = []
     for text, of in texts.items():
         is_of_all = len(of) >= options or len(of) > MOST_OWNERS or not any(of)
-        parts.append(text if is_of_all or (text == general and len(texts) > 1) else f"{', '.join(f'`{one}`' for one in of)}: {text}")
+        is_unnamed = is_of_all or (text == general and len(texts) > 1)
+        parts.append(text if is_unnamed else f"{', '.join(f'`{one}`' for one in of)}: {text}")
     return f"| `{key}` | {cell(type_of(key, targets or {}))} | {default_of(defaults)} | {marked('; '.join(parts))} |"
 
 
@@ -235,8 +243,8 @@ def one_default(value: Any) -> str:
     if "${" in text:
         return "*computed*"
     if isinstance(value, bool | list | dict) or value is None:
-        text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("\n...\n").strip()
-        text = text.replace("'", "")
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False)
+        text = text.removesuffix("\n...\n").strip().replace("'", "")
     return f"`{cell(text)}`"
 
 
@@ -245,7 +253,8 @@ def type_of(key: str, targets: dict[str, str]) -> str:
     kind: Any = Config
     *sections, name = key.split(".")
     for section in sections:
-        kind = next((one for one in (hints(kind).get(section), *get_args(hints(kind).get(section))) if is_dataclass(one)), None)
+        of = hints(kind).get(section)
+        kind = next((one for one in (of, *get_args(of)) if is_dataclass(one)), None)
         if kind is None:
             break
     found = hints(kind).get(name, Any) if kind else Any
@@ -285,12 +294,11 @@ def commands_page() -> str:
     parts = [COMMANDS_PAGE]
     for name, text in COMMANDS.items():
         lines = text.splitlines()
-        rows = [re.match(r"^    (\S+)\s{2,}(.*)$", line) for line in lines]
-        prose = "\n".join(line for line, found in zip(lines, rows, strict=True) if not found and line.strip() != "Options:")
-        prose = re.sub(r" Options:$", "", prose, flags=re.MULTILINE)
-        parts.append(f"## {name}\n\n{prose}")
-        if any(rows):
-            parts.append("| option | meaning |\n|---|---|\n" + "\n".join(f"| `{m[1]}` | {marked(m[2])} |" for m in rows if m))
+        matches = [re.match(r"^    (\S+)\s{2,}(.*)$", line) for line in lines]
+        prose = "\n".join(line for line, found in zip(lines, matches, strict=True) if not found)
+        parts.append(f"## {name}\n\n{re.sub(r' ?Options:$', '', prose, flags=re.MULTILINE)}")
+        rows = [f"| `{match[1]}` | {marked(match[2])} |" for match in matches if match]
+        parts += ["\n".join(["| option | meaning |", "|---|---|", *rows])] if rows else []
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Runs the tutorials, docs/tutorials/*.ipynb, each in an empty folder.
 
-    python benchmarks/tutorials.py [NAME ...]           # fails if a cell does
-    python benchmarks/tutorials.py --write [NAME ...]   # also keeps the outputs
+python benchmarks/tutorials.py [NAME ...]           # fails if a cell does
+python benchmarks/tutorials.py --write [NAME ...]   # also keeps the outputs
 """
 
 import argparse

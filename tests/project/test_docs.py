@@ -13,7 +13,7 @@ from dpexp.commands import validate
 from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
 from dpexp.privacy.private_metrics import metric_releases
-from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name
+from tests.pages import DOCS, FENCED, NOT_JOBS, NOTEBOOKS, PAGES, ROOT, TEXTS, blocks, composed, name, text_of
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_page_shows_what_a_job_prints(page, dpexp_job, capsys):
 
 def test_tables_that_pages_show_have_the_terminals_headings():
     source = (ROOT / "dpexp/reporting/terminal.py").read_text()
-    for heading in re.findall("(?<=┃)[^┃\\n]+(?=┃)", "".join(page.read_text() for page in TEXTS)):
+    for heading in re.findall("(?<=┃)[^┃\\n]+(?=┃)", "".join(text_of(page) for page in TEXTS)):
         assert f'"{heading.strip()}"' in source
 
 
@@ -138,7 +138,7 @@ def title(path):
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_a_link_to_a_page_is_its_title(page):
     """Up to the case of letters; a link to a section may say what it is there for."""
-    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", page.read_text())):
+    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", text_of(page))):
         assert " ".join(text.split()).lower() == title(page.parent / target).lower(), target
 
 
@@ -150,7 +150,7 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_relative_links_lead_somewhere(page):
-    text = FENCED.sub("", page.read_text())
+    text = FENCED.sub("", text_of(page))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?://", target):
             continue
@@ -166,7 +166,7 @@ def test_relative_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_references_name_what_exists(page):
-    text = page.read_text()
+    text = text_of(page)
     for path in re.findall(r"\]\[([\w.]+)\]|^::: ([\w.]+)", FENCED.sub("", text), re.M):
         assert found("".join(path)), path
 
@@ -189,7 +189,7 @@ def found(path):
 
 def test_every_page_is_in_the_navigation():
     listed = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
-    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in (*PAGES, *NOTEBOOKS))
 
 
 def leaves(nav):
