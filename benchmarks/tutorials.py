@@ -22,7 +22,7 @@ PLAIN = {  # text without colours and progress bars, set by a first cell, since 
 }  # fmt: skip
 NOISE = re.compile(  # lines of the store's first start, of Lightning's, and of tqdm
     r"^(?:(?:INFO|\d{4}/\d\d/\d\d .* INFO|GPU available|TPU available|HPU available|💡 Tip|Seed set)\b.*"
-    r"|.* TqdmWarning: .*\n  .*)\n?", re.MULTILINE,
+    r"|.* TqdmWarning: .*\n  .*|.*_pytree[.]py:.*)\n?", re.MULTILINE,
 )  # fmt: skip
 WARNING = re.compile(r"^\S+[.]py:\d+: (\w*Warning: .*)\n  .*\n", re.MULTILINE)  # without its place
 
