@@ -20,6 +20,21 @@ PLAIN = {  # text without colours and progress bars, set by a first cell, since 
     "TERM": "dumb", "TTY_COMPATIBLE": "0", "NO_COLOR": "1", "FORCE_COLOR": "", "CLICOLOR_FORCE": "", "COLUMNS": "110",
     "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
 }  # fmt: skip
+FIRST = f"""
+import os
+
+os.environ.update({PLAIN})
+_system = get_ipython().system
+
+
+def _checked(command):  # a command that fails ends the notebook, unless it says so
+    _system(command)
+    if get_ipython().user_ns["_exit_code"] and "# refused" not in command:
+        raise SystemError(command)
+
+
+get_ipython().system = _checked
+"""
 NOISE = re.compile(  # lines of the store's first start, of Lightning's, and of tqdm
     r"^(?:(?:INFO|\d{4}/\d\d/\d\d .* INFO|GPU available|TPU available|HPU available|💡 Tip|Seed set)\b.*"
     r"|.* TqdmWarning: .*\n  .*|.*_pytree[.]py:.*)\n?", re.MULTILINE,
@@ -54,7 +69,7 @@ def run(path: Path, write: bool) -> None:
     """Executes a notebook; what it makes is left in a folder that is deleted."""
     notebook, start = nbformat.read(path, as_version=4), perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        notebook.cells.insert(0, nbformat.v4.new_code_cell(f"import os\nos.environ.update({PLAIN})"))
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(FIRST))
         where = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where, record_timing=False).execute()
         del notebook.cells[0]
