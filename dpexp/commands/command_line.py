@@ -68,7 +68,7 @@ RUN is a job's folder or an MLflow run id. Options:
 RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .npz (its first array), .pt (a tensor) or
 .csv (numbers); for data of your own, such as data=csv, as they are in its test set. Options:
     out=predictions.csv   where the predictions go: for a classifier, class and probabilities
-    uri=sqlite:///outputs/mlflow.db""",
+    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
     "resume": """\
 `python -m dpexp resume RUN` continues an interrupted training in the same folder, ledger and MLflow run.
 
@@ -303,6 +303,7 @@ def help(arguments: Sequence[str]) -> str:
         raise ConfigError(f"help {' '.join(names)}: one name at a time.")
     (name,) = names
     described = [COMMANDS[name]] if name in COMMANDS else []
+    described += [text for text in [decisions().get(name)] if text]
     described += [_described(name, path) for path in groups.get(name, ())]
     values = _values()
     if not described and name not in values:
@@ -313,12 +314,21 @@ def help(arguments: Sequence[str]) -> str:
 
 def _overview(groups: dict[str, list[Path]]) -> str:
     commands = [usage.partition("\n")[0] for usage in COMMANDS.values()]
-    options = [f"{group}: {', '.join(path.stem for path in paths)}" for group, paths in groups.items()]
+    about = {group: f"\n    {text}" for group, text in decisions().items()}
+    options = [
+        f"{group}: {', '.join(path.stem for path in paths)}{about.get(group, '')}" for group, paths in groups.items()
+    ]
     return "\n".join([
         HEADER, "== Commands ==", "", *commands, "",
         "== Configuration groups (group=option) ==", "", *options, "",
         "== Values (key=value; section.key=value) ==", "", "".join(_values().values()).rstrip(), "", FOOTER,
     ])  # fmt: skip
+
+
+def decisions() -> dict[str, str]:
+    """What each configuration group decides: the comments of the defaults in config.yaml."""
+    defaults = re.sub(r"\n +# *", " ", (CONF / "config.yaml").read_text().partition("\n\n")[0])
+    return dict(re.findall(r"^  - (?:override )?([\w/]+): .*?  # (.*)$", defaults, re.MULTILINE))
 
 
 def _options_of_groups(roots: Sequence[Path]) -> dict[str, list[Path]]:

@@ -534,10 +534,12 @@ def test_an_editor_gets_the_keys_and_types_of_the_configuration(dpexp_job, capsy
 
 def test_help_on_one_name(tmp_path):
     assert help(["mechanism"]) == (
+        "How a group is clipped: as one vector, or its vectors scaled and clipped together.\n"
+        "\n"
         "mechanism=by_group\n"
         "    One for each group: 'mechanism.by_group={conv: joint, fc: separate}'. The name of an option, or its "
         "_target_.\n"
-        "    by_group: ???\n"
+        "    by_group: ???  # {group: name of an option, or its _target_ with values}\n"
         "\n"
         "mechanism=joint\n"
         "    Vectors are scaled by 1/α_j, clipped together to S_g in (0, √k], and scaled back. `alpha` gives α_j, and "
@@ -560,7 +562,7 @@ def test_help_on_one_name(tmp_path):
     assert "group=flat (the default)" in shown and "norms_apart" not in help(["group"])
     checkpoint = help(["checkpoint"])
     assert checkpoint.startswith("checkpoint:\n  every_n_rounds: null") and "privacy" not in checkpoint
-    assert help(["hydra/sweeper"]).startswith("hydra/sweeper=grid (the default)\n    Every combination of the values")
+    assert "\n\nhydra/sweeper=grid (the default)\n    Every combination of the values" in help(["hydra/sweeper"])
     assert help(["predict"]).startswith("`python -m dpexp predict RUN")
     for words, said in (
         (["mechanims"], r"help mechanims: there is no 'mechanims'; did you mean 'mechanism'\? Known: account, "),

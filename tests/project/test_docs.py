@@ -17,7 +17,7 @@ from dpexp.commands import validate
 from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
 from dpexp.privacy.private_metrics import metric_releases
-from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name
+from tests.pages import DOCS, FENCED, NOT_JOBS, NOTEBOOKS, PAGES, ROOT, TEXTS, blocks, composed, name, text_of
 
 CHOOSING = (DOCS / "choosing.md").read_text()
 
@@ -164,7 +164,7 @@ def test_a_page_shows_what_a_job_prints(page, dpexp_job, capsys):
 
 def test_tables_that_pages_show_have_the_terminals_headings():
     source = (ROOT / "dpexp/reporting/terminal.py").read_text()
-    for heading in re.findall("(?<=┃)[^┃\\n]+(?=┃)", "".join(page.read_text() for page in TEXTS)):
+    for heading in re.findall("(?<=┃)[^┃\\n]+(?=┃)", "".join(text_of(page) for page in TEXTS)):
         assert f'"{heading.strip()}"' in source
 
 
@@ -186,7 +186,7 @@ def title(path):
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_a_link_to_a_page_is_its_title(page):
     """Up to the case of letters; a link to a section may say what it is there for."""
-    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", page.read_text())):
+    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", text_of(page))):
         assert " ".join(text.split()).lower() == title(page.parent / target).lower(), target
 
 
@@ -198,7 +198,7 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_relative_links_lead_somewhere(page):
-    text = FENCED.sub("", page.read_text())
+    text = FENCED.sub("", text_of(page))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?://", target):
             continue
@@ -214,7 +214,7 @@ def test_relative_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_references_name_what_exists(page):
-    text = page.read_text()
+    text = text_of(page)
     for path in re.findall(r"\]\[([\w.]+)\]|^::: ([\w.]+)", FENCED.sub("", text), re.M):
         assert found("".join(path)), path
 
@@ -237,7 +237,7 @@ def found(path):
 
 def test_every_page_is_in_the_navigation():
     listed = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
-    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in (*PAGES, *NOTEBOOKS))
 
 
 def leaves(nav):
@@ -246,14 +246,18 @@ def leaves(nav):
             yield from [under] if isinstance(under, str) else leaves(under)
 
 
-def test_readmes_table_names_every_option():
-    conf = ROOT / "conf"
-    table = (ROOT / "README.md").read_text().partition("## Configuration")[2].partition("## ")[0]
+def test_the_pages_of_options_and_commands_are_current(monkeypatch):
+    """They are what python benchmarks/reference.py writes: each option, and each key with what it means."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    reference, conf = import_module("reference"), ROOT / "conf"
+    for page, written in reference.PAGES.items():
+        assert (DOCS / page).read_text() == written(), f"{page}: run python benchmarks/reference.py"
+    text = (DOCS / "options.md").read_text()
     for folder in sorted({path.parent for path in conf.glob("**/*.yaml")} - {conf}):
-        group = folder.relative_to(conf).as_posix()
-        (row,) = re.findall(rf"^\| `{group}` \| (.*?) \|", table, re.MULTILINE)
-        options, named = {path.stem for path in folder.glob("*.yaml")}, set(re.findall(r"`(\w+)`", row))
-        assert options <= named if group.startswith("hydra/") else options == named, group  # Hydra brings some
+        section = text.partition(f"\n## {folder.relative_to(conf).as_posix()}\n")[2].partition("\n## ")[0]
+        assert {path.stem for path in folder.glob("*.yaml")} <= {*re.findall(r"^\| `(\w+)`", section, re.MULTILINE)}
+    keys = re.findall(r"^\| `([\w.]+)` \| (?:`.*`)? \| .* \| (.*) \|$", text, re.MULTILINE)
+    assert len(keys) > 120 and not [key for key, meaning in keys if not meaning or meaning.endswith(": ")]
 
 
 RESULT = re.compile(r"^\| (\w+) \| ([\d.]+) \| .* \| \d+ \| [\d.]+ \| \w+\+? \| `([^`]+)` \|$", re.MULTILINE)

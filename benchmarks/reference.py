@@ -1,0 +1,314 @@
+"""Writes docs/options.md and docs/commands.md from the YAML of the configuration, its schema, and the commands' help.
+
+    python benchmarks/reference.py           # writes the pages
+    python benchmarks/reference.py --check   # fails if they differ from what it would write
+
+Texts are those that `python -m dpexp help` prints: comments in conf/. A key without a comment has that of its class.
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from hydra.utils import get_object
+
+from dpexp.accounting.coverage import CLAIMS, coverage, yaml_name
+from dpexp.commands.command_line import COMMANDS, NO_OPTIONS, _options_of_groups, decisions
+from dpexp.config import CONF, Config
+
+DOCS = Path(__file__).parents[1] / "docs"
+PER_RECORD = ("experiment", "sweep", "hydra/launcher")  # options are whole settings, so that keys are not listed
+NAMED = ("callbacks.", "preprocessing.")  # sections of which there may be several
+MOST_DEFAULTS, MOST_OWNERS = 3, 6  # that a cell lists
+_SECTIONS = "|".join(field.name for field in fields(Config))
+_CODES = (  # what a comment has as code
+    r"`[^`]+`", r"'[\w.]+=[^']*'", r"[\w.]+='[^']*'", r"python -m dpexp[^;.]*", r"pip install '[^']*'",
+    r"(?<![\w./])(?:\+?[\w./]+=[\w.\[\],…:/-]*[\w\]…]", r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", r"\[[\w-][^\]()]*\](?!\()",
+    r"[\w.]*_target_", r"\$\{\w+\}", rf"(?:{_SECTIONS})\.\w+(?:\.\w+)*", r"[a-z]{2,}(?:_[a-z]+)+)",
+)  # fmt: skip
+CODE = re.compile("|".join(_CODES))
+KEY = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>.*?)(?:  +# ?(?P<comment>.*))?$")
+INTRODUCTION = """\
+# Options
+
+`python benchmarks/reference.py` writes this page from the YAML in `conf/`; `python -m dpexp help` and
+`python -m dpexp help NAME` print the same. A job takes one option of each group, `group=per_layer`, and values,
+`privacy.epsilon=8`. `--cfg job` shows the whole configuration without running it. Further options are your own:
+[Custom models, data and groups](own.md).
+
+A default in *italics* is computed from other values; `???` must be given.
+"""
+COMMANDS_PAGE = """\
+# Commands
+
+`python benchmarks/reference.py` writes this page from the texts that `python -m dpexp help NAME` prints. Installed,
+`dpexp` is short for `python -m dpexp`.
+
+## A job
+
+`python -m dpexp [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]` trains, with the [options](options.md) that are given.
+
+| flag | meaning |
+|---|---|
+| `-m` | a sweep: every combination of values that are separated by commas |
+| `--config-dir FOLDER` | a folder with options of your own |
+| `--cfg job` | shows the resolved configuration without running it |
+| `--help` | is the command `help` |
+"""
+
+
+def options_page() -> str:
+    groups = _options_of_groups([CONF])
+    decided = decisions()
+    rows = ["| group | options | what it decides |", "|---|---|---|"]
+    for group, text in sorted(decided.items()):
+        options = ", ".join(f"`{path.stem}`" for path in groups.get(group, []))
+        rows.append(f"| [`{group}`](#{anchor(group)}) | {options} | {marked(text)} |")
+    parts = [INTRODUCTION, "## Groups", "\n".join(rows), *values()]
+    for group, text in sorted(decided.items()):
+        parts.append(f"## {group}\n\n{marked(text)}")
+        if group in groups:
+            parts += list(of_group(group, groups[group]))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def marked(text: str) -> str:
+    """A comment as Markdown, with what is code in it as code."""
+    parts, last = [], 0
+    for match in CODE.finditer(text):
+        parts += [re.sub(r"([*_\[\]<>])", r"\\\1", text[last : match.start()]), f"`{match[0].strip('`')}`"]
+        last = match.end()
+    return cell("".join([*parts, re.sub(r"([*_\[\]<>])", r"\\\1", text[last:])]))
+
+
+def values() -> Iterator[str]:
+    """Tables of the values that belong to no group."""
+    text = (CONF / "config.yaml").read_text().partition("\n\n")[2].partition("\nhydra:")[0]
+    content, comments = yaml.safe_load(text), comments_of(text)
+    tops = {key: value for key, value in content.items() if not isinstance(value, dict) or key == "schedule"}
+    yield "## Values of their own"
+    yield table([row(key, [(None, tops[key])], comments) for key in tops if key not in NO_OPTIONS])
+    for section in ("privacy", "checkpoint"):
+        yield f"## {section}"
+        found = {f"{section}.{key}": value for key, value in content[section].items()}
+        yield table([row(key, [(None, value)], comments) for key, value in found.items()])
+
+
+def of_group(group: str, paths: list[Path]) -> Iterator[str]:
+    """A table of the group's options, and one of the keys that they have."""
+    default = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    lines = []
+    for path in paths:
+        is_default = {group: path.stem} in default or {f"override {group}": path.stem} in default
+        first = [line.removeprefix("#").strip() for line in leading(path.read_text())]
+        lines.append(f"| `{path.stem}`{' (default)' if is_default else ''} | {marked(' '.join(first))} |")
+    yield f"| `{group}` | |\n|---|---|\n" + "\n".join(lines)
+    if group in PER_RECORD:
+        return
+    section, found, comments, targets = group.replace("/", "."), {}, {}, {}  # comments: key -> option -> comment
+    for path in paths:
+        text = path.read_text()
+        content = yaml.safe_load(text) or {}
+        is_global = "@package _global_" in text
+        for key, value in flat(content if is_global else {section: content}, targets):
+            if is_global and not key.startswith(f"{section}."):
+                continue
+            found.setdefault(key, []).append((path.stem, value))
+        for key, comment in comments_of(text).items():
+            comments.setdefault(key if is_global else f"{section}.{key}", {})[path.stem] = comment
+    if group == "data":
+        text = (CONF / "config.yaml").read_text().partition("\n\n")[2]
+        comments |= {key: {"": comment} for key, comment in comments_of(text).items()}
+        found |= {f"data.{key}": [(None, value)] for key, value in yaml.safe_load(text)["data"].items()}
+    rows = [row(key, defaults, comments, len(paths), targets) for key, defaults in found.items()]
+    if rows:
+        yield table(rows)
+    if group == "sampling":
+        yield claims()
+
+
+def claims() -> str:
+    """Which accountant has a bound for which sampling policy and adjacency."""
+    rows = []
+    for policy, each in CLAIMS.items():
+        together: dict[tuple[str, ...], list[str]] = {}
+        for adjacency, names in each.items():
+            together.setdefault(names, []).append(f"`{adjacency}`")
+        for names, adjacencies in together.items():
+            bounds = ", ".join(f"`{name}`" for name in names if coverage(name).is_bound)
+            rows.append(f"| `{yaml_name(policy)}` | {', '.join(adjacencies)} | {bounds} |")
+    head = "The first adjacency of a policy is its default. `accountant=all` takes every accountant of the row."
+    return f"{head}\n\n| `sampling` | `privacy.adjacency` | `accountant` |\n|---|---|---|\n" + "\n".join(rows)
+
+
+def leading(text: str) -> list[str]:
+    """The comment that a file begins with."""
+    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
+    length = next((k for k, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return lines[:length]
+
+
+def flat(content: Any, targets: dict[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, default) of what a user may set; notes the classes of sections."""
+    for key, value in content.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if key in ("_target_", "defaults", "policy", "kind", "module") and prefix.count(".") < 1:
+            if key == "_target_" and value:
+                targets.setdefault(prefix, value)
+            elif key == "module":
+                own = {of: one for of, one in value.items() if of != "_target_" and "${" not in str(one)}
+                yield from flat(own, targets, name) if own and "subset" in own else ()
+        elif key == "_target_":
+            targets.setdefault(prefix, value)
+        elif isinstance(value, dict) and ("." not in name.removeprefix("hydra.") or name.startswith(NAMED)):
+            yield from flat(value, targets, name)
+        else:
+            yield name, value
+
+
+def comments_of(text: str) -> dict[str, str]:
+    """dotted key -> its comment, with the lines that continue it."""
+    found: dict[str, str] = {}
+    stack: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if match := KEY.match(line):
+            depth = len(match["indent"])
+            stack = [(at, key) for at, key in stack if at < depth] + [(depth, match["key"])]
+            if match["comment"]:
+                found[".".join(key for _, key in stack)] = match["comment"].strip()
+        elif (more := re.match(r"^ +# ?(.*)", line)) and stack and (last := ".".join(key for _, key in stack)) in found:
+            found[last] += f" {more[1].strip()}"
+    return found
+
+
+def row(
+    key: str,
+    defaults: list[tuple[Any, Any]],
+    comments: dict[str, Any],
+    options: int = 0,
+    targets: dict[str, str] | None = None,
+) -> str:
+    """A row of a table: key, type, default, and what its comments say; of some options alone, with their names."""
+    found = comments.get(key) or documented(key, targets or {})
+    found = found if isinstance(found, dict) else {"": found}
+    owners = [option for option, _ in defaults if option]
+    texts: dict[str, list[str]] = {}
+    for option, text in found.items():
+        texts.setdefault(text, []).append(option)
+    silent = [option for option in owners if option not in found]
+    general = next(iter(texts)) if silent or len(texts) == 1 else None
+    if general is not None:
+        texts[general] = owners
+    parts = []
+    for text, of in texts.items():
+        is_of_all = len(of) >= options or len(of) > MOST_OWNERS or not any(of)
+        is_unnamed = is_of_all or (text == general and len(texts) > 1)
+        parts.append(text if is_unnamed else f"{', '.join(f'`{one}`' for one in of)}: {text}")
+    return f"| `{key}` | {cell(type_of(key, targets or {}))} | {default_of(defaults)} | {marked('; '.join(parts))} |"
+
+
+def table(rows: list[str]) -> str:
+    return "| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
+
+
+def default_of(defaults: list[tuple[Any, Any]]) -> str:
+    shown: dict[str, list[str]] = {}
+    for option, value in defaults:
+        shown.setdefault(one_default(value), []).append(f"`{option}`")
+    if len(shown) == 1:
+        return next(iter(shown))
+    if len(shown) > MOST_DEFAULTS:
+        return "*by option*"
+    ordered = sorted(shown.items(), key=lambda item: -len(item[1]))
+    return "; ".join([ordered[0][0], *(f"{value} ({', '.join(of)})" for value, of in ordered[1:])])
+
+
+def one_default(value: Any) -> str:
+    text = str(value).replace("${cwd:}", ".")
+    if reference := re.fullmatch(r"\$\{(\w[\w.]*)\}", text):
+        return f"*`{reference[1]}`*"
+    if "${" in text:
+        return "*computed*"
+    if isinstance(value, bool | list | dict) or value is None:
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False)
+        text = text.removesuffix("\n...\n").strip().replace("'", "")
+    return f"`{cell(text)}`"
+
+
+def type_of(key: str, targets: dict[str, str]) -> str:
+    """The type in the schema, or in the signature of the section's class; empty if neither says one."""
+    kind: Any = Config
+    *sections, name = key.split(".")
+    for section in sections:
+        of = hints(kind).get(section)
+        kind = next((one for one in (of, *get_args(of)) if is_dataclass(one)), None)
+        if kind is None:
+            break
+    found = hints(kind).get(name, Any) if kind else Any
+    if found is Any and (made := object_of(targets.get(".".join(sections)))):
+        found = hints(made).get(name, Any)
+    if found is Any or is_dataclass(found):
+        return ""
+    return f"`{re.sub(r'[a-z_]+[.]', '', inspect.formatannotation(found))}`"
+
+
+def object_of(target: str | None) -> Any:
+    """The class or function of a `_target_`; None if it is of a package that may not be installed."""
+    known = ("dpexp.", "torch.", "pytorch_lightning.")
+    return get_object(target) if target and target.startswith(known) else None
+
+
+def hints(kind: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(kind if not inspect.isclass(kind) or is_dataclass(kind) else kind.__init__)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def documented(key: str, targets: dict[str, str]) -> str:
+    """What the docstring of the section's class says of an argument."""
+    *sections, name = key.split(".")
+    kind: Any = object_of(targets.get(".".join(sections)))
+    if kind is None and len(sections) == 1:
+        kind = next((f.type for f in fields(Config) if f.name == sections[0]), None)
+    lines = (inspect.getdoc(kind) or "") if kind else ""
+    match = re.search(rf"^    {name}: (.*(?:\n      .*)*)", lines, re.MULTILINE)
+    text = " ".join(match[1].split()) if match else ""
+    return text[:1].upper() + text[1:] if text else ""
+
+
+def commands_page() -> str:
+    parts = [COMMANDS_PAGE]
+    for name, text in COMMANDS.items():
+        lines = text.splitlines()
+        matches = [re.match(r"^    (\S+)\s{2,}(.*)$", line) for line in lines]
+        prose = "\n".join(line for line, found in zip(lines, matches, strict=True) if not found)
+        parts.append(f"## {name}\n\n{re.sub(r' ?Options:$', '', prose, flags=re.MULTILINE)}")
+        rows = [f"| `{match[1]}` | {marked(match[2])} |" for match in matches if match]
+        parts += ["\n".join(["| option | meaning |", "|---|---|", *rows])] if rows else []
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+PAGES = {"options.md": options_page, "commands.md": commands_page}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        stale = [name for name, page in PAGES.items() if (DOCS / name).read_text() != page()]
+        raise SystemExit(f"stale: {', '.join(stale)}; run python benchmarks/reference.py" if stale else 0)
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())
