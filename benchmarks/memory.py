@@ -1,4 +1,4 @@
-"""Prints what memory a private training takes, beside what was measured; docs/speed.md has a part.
+"""Prints what memory a private training takes, by the formula of docs/machines.md, beside what was measured.
 
     python benchmarks/memory.py [10M] [100M] [1B]     # computed; on meta tensors, at no cost
     python benchmarks/memory.py 10M --measure         # and measured here, on the CPU, each in a process of its own
