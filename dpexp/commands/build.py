@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
@@ -186,11 +188,15 @@ def features_map(cfg: DictConfig) -> Any:
     """The map from records to features, `data.features_of`; None: the records are trained on as they are."""
     if not cfg.data.features_of:
         return None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # weights that the map draws are the same in the job and where its model predicts
+    with pl.utilities.seed.isolate_rng():
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)  # weights that the map draws are the same in the job and where its model predicts
         by = as_map(make("data.features_of", cfg.data.features_of))
-    for path in _values(OmegaConf.to_container(cfg.data.features_of), "weights"):
-        _refuse_non_private_weights(cfg, "data.features_of.weights", Path(path).expanduser())
+    node = OmegaConf.to_container(cfg.data.features_of)
+    files = {f"{run}/weights.safetensors": "run" for run in _values(node, "run")}  # of dpexp.load
+    for path, key in (files | dict.fromkeys(map(str, _values(node, "weights")), "weights")).items():
+        if path.endswith(".safetensors"):
+            _refuse_non_private_weights(cfg, f"data.features_of.{key}", Path(path).expanduser())
     return by
 
 

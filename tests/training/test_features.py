@@ -3,6 +3,7 @@
 import stat
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -48,7 +49,7 @@ def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
     assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2)
     assert torch.equal(first.test.tensors[0], of.test.tensors[0] ** 2)
     assert first.train.tensors[1] is of.train.tensors[1]
-    compared = 16 + 3
+    compared = 16 + 3 + 2  # and a record of zeros each
     assert by.asked == n + 3 + compared  # the rest by a copy
     again = Features(data(n=200), by, str(tmp_path / "cache"))
     assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == n + 3 + 2 * compared
@@ -82,19 +83,103 @@ class OfTheOthers:
         return x - x.mean(0)
 
 
-@pytest.mark.parametrize("by", [FittedToTheFirst(), OfTheOthers(), torch.rand_like])
+class RunningMaximum:
+    most = torch.tensor(0.0)
+
+    def __call__(self, x):
+        self.most = torch.maximum(self.most, x.abs().max())
+        return x / self.most
+
+
+class RoomForTwenty:
+    at_once = 32
+
+    def __call__(self, x):
+        return x * (torch.arange(len(x)) < 20)[:, None]
+
+
+@pytest.mark.parametrize("by", [FittedToTheFirst(), OfTheOthers(), torch.rand_like, RoomForTwenty()])
 def test_features_of_other_records_too_are_refused(by, tmp_path):
     with pytest.raises(ConfigError, match="must depend on that record alone"):
         Features(data(n=200), by, str(tmp_path / "cache"))
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_sampler_of_ones_own_is_refused(tmp_path):
+def test_a_maximum_so_far_is_refused_also_where_the_compared_records_have_the_same(tmp_path):
+    with pytest.raises(ConfigError, match="must depend on that record alone"):
+        Features(TensorData(*[(torch.ones(9, 4), torch.zeros(9))] * 2), RunningMaximum(), str(tmp_path / "cache"))
+
+
+def test_what_a_map_keeps_of_the_first_record_where_no_copy_has_its_own_is_of_no_record(tmp_path):
+    kept = []
+
+    def by(x):
+        kept.append(x.mean())
+        return x - kept[0]
+
+    found = Features(data(), by, str(tmp_path / "cache")).train.tensors[0]
+    assert torch.equal(found, data().train.tensors[0])
+
+
+def test_a_map_gets_aligned_records_of_its_own(tmp_path):
+    of, x = data(), data().train.tensors[0]
+    addresses = []
+
+    def by(one):
+        addresses.append(one.data_ptr() % 64)
+        return one.mul_(2)
+
+    assert torch.equal(Features(of, by, str(tmp_path)).train.tensors[0], 2 * x)
+    assert torch.equal(of.train.tensors[0], x) and {*addresses} == {0}
+
+
+CHOSEN = {
+    "sampler": lambda of: {"batch_size": 2, "sampler": torch.utils.data.SubsetRandomSampler(range(3))},
+    "batch sampler": lambda of: {
+        "batch_sampler": torch.utils.data.BatchSampler(torch.utils.data.SubsetRandomSampler(range(3)), 2, False)
+    },
+    "sampler of others": lambda of: {"sampler": torch.utils.data.SequentialSampler(range(3))},
+    "some": lambda of: {"sampler": torch.utils.data.RandomSampler(of.train, num_samples=3)},
+}
+
+
+@pytest.mark.parametrize("name", ["train_dataloader", "test_dataloader", "val_dataloader"])
+@pytest.mark.parametrize("options", CHOSEN.values(), ids=CHOSEN)
+def test_a_sampler_of_ones_own_is_refused(tmp_path, name, options):
     of = data()
-    sampler = torch.utils.data.SubsetRandomSampler(range(3))
-    of.train_dataloader = lambda: torch.utils.data.DataLoader(of.train, 2, sampler=sampler)
+    setattr(of, name, lambda: torch.utils.data.DataLoader(of.train, **options(of)))
     with pytest.raises(ConfigError, match="has a sampler of its own"):
         Features(of, Squares(), str(tmp_path / "cache"))
+
+
+def test_a_collate_function_of_ones_own_is_refused(tmp_path):
+    of = data()
+    of.train_dataloader = lambda: torch.utils.data.DataLoader(of.train, collate_fn=list)
+    with pytest.raises(ConfigError, match="has a collate_fn of its own"):
+        Features(of, Squares(), str(tmp_path / "cache"))
+
+
+def test_users_are_those_of_the_loaders_records(tmp_path):
+    of, shuffled = Digits(users=7), data().train
+    of.train_dataloader = lambda: torch.utils.data.DataLoader(shuffled)
+    assert not hasattr(Features(of, abs, str(tmp_path)).train, "user_of")
+
+
+class MadeInSetup(pl.LightningDataModule):
+    def setup(self, stage):
+        self.sets = {stage: data()} | getattr(self, "sets", {})
+
+    def train_dataloader(self):
+        return self.sets["fit"].train_dataloader()
+
+    def test_dataloader(self):
+        return self.sets["test"].test_dataloader()
+
+
+def test_a_data_module_that_is_set_up_and_has_no_validation_set(tmp_path):
+    found = Features(MadeInSetup(), Squares(), str(tmp_path))
+    assert torch.equal(found.train.tensors[0], data().train.tensors[0] ** 2)
+    assert found.val_dataloader().dataset is found.test
 
 
 @pytest.mark.parametrize("around", [Mirrored, Deskewed, lambda of: Joined([of])])

@@ -16,5 +16,6 @@ from dpexp.training.data.tables import Table
 
 __all__ = [
     "Adult", "Backbone", "Cifar10", "Deskewed", "Digits", "FashionMnist", "Features", "HuggingFace", "Images", "Joined",
-    "LumaAndChroma", "Mirrored", "Mnist", "RandomFeatures", "Scattering", "Shakespeare", "Synthetic", "Table", "TensorData",
+    "LumaAndChroma", "Mirrored", "Mnist", "RandomFeatures", "Scattering", "Shakespeare", "Synthetic", "Table",
+    "TensorData",
 ]  # fmt: skip

@@ -16,7 +16,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
@@ -49,55 +57,80 @@ class Features(TensorData):
     """
 
     def __init__(self, of: pl.LightningDataModule, by: Map, cache: str) -> None:
-        has_validation = type(of).val_dataloader is not pl.LightningDataModule.val_dataloader
-        train, test = _tensors(of, "train"), _tensors(of, "test")
-        validation = _tensors(of, "val") if has_validation else test
+        of.prepare_data()
+        for stage in ("fit", "test"):
+            of.setup(stage)
+        own = getattr(of.val_dataloader, "__func__", of.val_dataloader)
+        train, test = _records(of, "train"), _records(of, "test")
+        validation = test if own is pl.LightningDataModule.val_dataloader else _records(of, "val")
 
-        def features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return cached_features(x, by, Path(cache).expanduser()), y
+        def features(dataset: TensorDataset) -> tuple[Tensor, Tensor]:
+            return cached_features(dataset.tensors[0], by, Path(cache).expanduser()), dataset.tensors[1]
 
-        super().__init__(features(*train), features(*test))
-        self._validation = self.test if validation[0] is test[0] else TensorDataset(*features(*validation))
+        super().__init__(features(train), features(test))
+        is_test = validation.tensors[0] is test.tensors[0]
+        self._validation = self.test if is_test else TensorDataset(*features(validation))
         self.of, self.class_names = of, getattr(of, "class_names", None)
-        if (users := getattr(getattr(of, "train", None), "user_of", None)) is not None:
+        if (users := getattr(train, "user_of", None)) is not None:
             self.train.user_of = users
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self._validation, 1000)
 
 
-def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
+def _records(of: pl.LightningDataModule, name: str) -> TensorDataset:
+    """The records of a loader that yields (x, y) of its whole data set."""
     loader = getattr(of, f"{name}_dataloader")()
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(f"data.features_of: the {name} loader is a {type(loader).__name__} instead of a DataLoader.")
     dataset: Dataset = loader.dataset
-    if type(loader.sampler) not in (SequentialSampler, RandomSampler):
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    is_whole = type(batches) in (BatchSampler, type(None)) and type(sampler) in (SequentialSampler, RandomSampler)
+    if not (is_whole and sampler.data_source is dataset and len(sampler) == len(dataset)):  # type: ignore
         raise ConfigError(
-            f"data.features_of: the {name} loader has a sampler of its own ({type(loader.sampler).__name__}), which "
+            f"data.features_of: the {name} loader has a sampler of its own ({type(sampler).__name__}), which "
             "would be dropped; give a TensorDataset of the chosen records."
+        )
+    if loader.collate_fn is not default_collate:
+        raise ConfigError(
+            f"data.features_of: the {name} loader has a collate_fn of its own, which would be dropped; give a "
+            "TensorDataset of what it makes."
         )
     if not (type(dataset) is TensorDataset and len(dataset.tensors) == 2):
         raise ConfigError(
             f"data.features_of: the {name} set of {type(of).__name__} is a {type(dataset).__name__} that may give "
             "other records each time; features need a TensorDataset of (x, y)."
         )
-    return cast(tuple[Tensor, Tensor], dataset.tensors)
+    return dataset
 
 
 def cached_features(x: Tensor, by: Map, folder: Path) -> Tensor:
-    """The features of x, read from their file if there is one; otherwise computed, and written to it."""
-    some = x[torch.linspace(0, len(x) - 1, min(len(x), _COMPARED)).long()]
+    """The features of x, read from their file if there is one; otherwise computed, and written to it.
+
+    The features of some records are computed twice: one by one, by a map that has seen a record of zeros; and by a copy
+    of it that has seen records out of range, from the last to the first, as many at once as it allows.
+    """
+    each = int(getattr(by, "at_once", 1))
+    some = x[torch.linspace(0, len(x) - 1, min(len(x), max(_COMPARED, 2 * each))).long()]
     unused = copy.deepcopy(by)
+    for one, odd in (
+        (by, torch.zeros_like(some[:1])),
+        (unused, 1000 * some[:each] if some.is_floating_point() else some),
+    ):
+        with contextlib.suppress(Exception), torch.no_grad():
+            one(odd)
     of_some = compute_features(some, by, 1)
-    path = folder / f"{_hash(x, of_some)}.safetensors"
-    with contextlib.suppress(OSError, SafetensorError, KeyError):
-        found = load_file(path)["features"]
-        if found.shape[:1] == x.shape[:1]:
-            return found
-    # By a copy that has seen no record, from the last record to the first, and by as many at once as it allows.
     if _bytes(compute_features(some.flip(0), unused).flip(0)) != _bytes(of_some):
         raise ConfigError(
             "data.features_of: it gives the same records other features when it is called again, in another order or "
             "with others; the features of a record must depend on that record alone, without random numbers."
         )
+    path = folder / f"{_hash(x, of_some)}.safetensors"
+    with contextlib.suppress(OSError, SafetensorError, KeyError):
+        found = load_file(path)["features"]
+        if found.shape[:1] == x.shape[:1]:
+            return found
     features = compute_features(x, by)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,8 +165,8 @@ def compute_features(x: Tensor, by: Map, at_once: int | None = None) -> Tensor:
 
     features, each = torch.empty(0), at_once or int(getattr(by, "at_once", 1))
     with torch.no_grad():
-        for start in track(range(0, len(x), each), "features", transient=True, disable=len(x) <= _COMPARED):
-            chunk = by(x[start : start + each]).contiguous()
+        for start in track(range(0, len(x), each), "features", transient=True, disable=len(x) < 200):
+            chunk = by(x[start : start + each].clone()).contiguous()  # aligned, and the map's own
             if not start:
                 features = torch.empty(len(x), *chunk.shape[1:], dtype=chunk.dtype)
             if chunk.shape[:1] != x[start : start + each].shape[:1]:
