@@ -30,7 +30,7 @@ _system = get_ipython().system
 def _checked(command):  # a command that fails ends the notebook, unless it says so
     _system(command)
     if get_ipython().user_ns["_exit_code"] and "# refused" not in command:
-        raise SystemError(command)
+        raise RuntimeError(command)
 
 
 get_ipython().system = _checked
