@@ -23,7 +23,7 @@ COMMAND = "DPEXP_COMMAND"  # environment variable with the command line, for the
 
 @dataclass
 class Data:
-    """The data set and its public constants; the comments of conf/data say what each key means, as does docs/options.md.
+    """The data set and its public constants; comments in conf/ and docs/options.md say what each key means.
 
     `module` is the `_target_` of a LightningDataModule, with its arguments."""
 
