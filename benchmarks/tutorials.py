@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
 PLAIN = {  # text without colours and progress bars, set by a first cell, since the kernel sets some otherwise
     "TERM": "dumb", "TTY_COMPATIBLE": "0", "NO_COLOR": "1", "FORCE_COLOR": "", "CLICOLOR_FORCE": "", "COLUMNS": "110",
-    "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "LOGNAME": "ann",
 }  # fmt: skip
 FIRST = f"""
 import os
@@ -30,7 +30,7 @@ _system = get_ipython().system
 def _checked(command):  # a command that fails ends the notebook, unless it says so
     _system(command)
     if get_ipython().user_ns["_exit_code"] and "# refused" not in command:
-        raise SystemError(command)
+        raise RuntimeError(command)
 
 
 get_ipython().system = _checked

@@ -23,16 +23,9 @@ COMMAND = "DPEXP_COMMAND"  # environment variable with the command line, for the
 
 @dataclass
 class Data:
-    """The data set and its public constants.
+    """The data set and its public constants; comments in conf/ and docs/options.md say what each key means.
 
-    `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
-    that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
-    the next of which each record is padded by a `collate_fn` that pads. `path` to `prompts`: of data of one's own, see
-    conf/data/{csv,images,huggingface,documents,labelled_texts}.yaml; `unsafe`: the schema
-    was filled from the rows without noise. `part`: {column, low, high}, the training records whose hash of an id is
-    in the range; `n` and `users` are its own. `features_of`: the `_target_` of a network or a map whose features take
-    the records' place; they are kept in the folder `cache`. `module`: the `_target_` of a LightningDataModule, with its
-    arguments."""
+    `module` is the `_target_` of a LightningDataModule, with its arguments."""
 
     id: str | None = None
     n: int = MISSING

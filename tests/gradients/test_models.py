@@ -108,8 +108,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 INTRODUCTION = """# Supported models
 
 `python tests/gradients/test_models.py` writes this page from tests. Each model is a tiny one, built by its library,
-with its usual loss, sequences of several lengths, masks, and dropout. Its clipped sums are compared with those of one record
-at a time in float64, at a relative error of 1e-9.
+with its usual loss, sequences of several lengths, masks, and dropout. Its clipped sums are compared with those of one
+record at a time in float64, at a relative error of 1e-9.
 
 - *traced*: all records together, by a graph of the training step;
 - *one at a time*: by ordinary autograd on a copy of the model for each record, which is
