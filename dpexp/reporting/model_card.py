@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Any
 
 from dpexp.accounting.ledger.events import neighbours
-from dpexp.accounting.risk import in_words
+from dpexp.accounting.risk import gaussian, in_words
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.terminal import RECALL, before_training, measured, range_of
@@ -68,7 +68,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines += ["| accountant | ε |", "|---|---|"]
     lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
-    lines += [f"In words: {in_words(result['risk'], str(plan.privacy_unit))}.", ""]
+    lines += [f"In words: {in_words(result['risk'], str(plan.privacy_unit))}{gaussian(result['risk'])}.", ""]
     stages = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
     q = range_of((event.q for event in replace(plan, rounds=max(1, result["rounds"])).sampling_events()), 5)
     coefficients = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")

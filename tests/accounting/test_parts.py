@@ -112,7 +112,9 @@ def test_words_are_of_the_worst_part_for_each_figure(written, capsys):
     rare, often = on(0, 0.5, z=0.5, rounds=1), on(0.5, 1, z=2.0, rounds=60)
     assert epsilon(rare, 1e-9) > epsilon(often, 1e-9) and risk(rare).advantage < risk(often).advantage
     assert account([*written(rare, often), "delta=1e-9"])["pld"] == epsilon(rare, 1e-9)
-    assert f"TPR - FPR above {up(risk(often).advantage, 4)}," in " ".join(capsys.readouterr().out.split())
+    assert f"at most {up(100 * risk(often).advantage, 3)} percentage points" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_account_adds_up_parts_that_overlap_or_have_other_rules(written, capsys):
