@@ -12,7 +12,7 @@ from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.terminal import RECALL, before_training, measured, range_of
 
-_NOT_COVERED = """\
+NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
 - the test set and the initial weights, which are taken as public;
 - `data.n` and normalisation constants, which must be published facts;
@@ -93,7 +93,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         lines += ["", f"{before_training(event, plan, result['delta'])}."]
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
-        _NOT_COVERED, "",
+        NOT_COVERED, "",
     ]  # fmt: skip
     return lines
 

@@ -34,6 +34,7 @@ console = Console()
 _MAX_NAMES = 40  # of parameters
 RECALL = "test_recall_"  # of class 0, 1, …
 _MAX_RECALLS = 5  # classes
+BASELINES = {"test_accuracy": "test_majority_accuracy", "test_perplexity": "test_unigram_perplexity"}
 
 
 def _print(text: str) -> None:
@@ -308,18 +309,25 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None
     for name, entries in result.get("preprocessing", {}).items():
         _print(f"[bold]{name}[/]: {', '.join(f'{entry:.0f}' for entry in entries)}")
     if "epsilon" in result:
-        spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
-        unit = result.get("unit", "record")
-        adjacent = neighbours(result["adjacency"], unit)
-        _print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {adjacent}{gaussian(result['risk'])}")
-        ratio = up(math.exp(min(next(iter(result["epsilon"].values())), 700)), 3)
-        _print(f"[bold]In words[/]: {in_words(result['risk'], unit)}.")
-        _print(f"One {unit} changes the probability of any result at most {ratio}-fold, plus {up(result['delta'], 4)}.")
+        guarantee, words, likewise = guarantee_in_words(result)
+        _print(f"[bold](ε, δ)[/]: {guarantee}\n[bold]In words[/]: {words}\n{likewise}")
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
     _print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}")
     if runs is not None:
         _print(f"Compare runs: {runs}")
+
+
+def guarantee_in_words(result: dict[str, Any]) -> tuple[str, str, str]:
+    """ε and δ of a result, what an attacker may find, and what one record may change."""
+    spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
+    unit, delta = result.get("unit", "record"), up(result["delta"], 4)
+    ratio = up(math.exp(min(next(iter(result["epsilon"].values())), 700)), 3)
+    return (
+        f"ε = {spent}, δ = {delta}, {neighbours(result['adjacency'], unit)}{gaussian(result['risk'])}",
+        f"{in_words(result['risk'], unit)}.",
+        f"One {unit} changes the probability of any result at most {ratio}-fold, plus {delta}.",
+    )
 
 
 def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, after: str = "") -> None:

@@ -104,7 +104,7 @@ def test_account_takes_the_worst_of_disjoint_parts(written, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert f"a record is at most in the runs of part [0, 0.5) by {RULE}; or of part [0.5, 1) by {RULE} and" in printed
     assert "In parallel" in printed and "90 rounds" in printed and up(delta(worst, 1.0), 4) in printed
-    assert up(risk(worst).advantage, 4) in printed
+    assert f"at most {up(100 * risk(worst).advantage, 3)} percentage points" in printed
 
 
 def test_words_are_of_the_worst_part_for_each_figure(written, capsys):

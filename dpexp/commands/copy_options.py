@@ -1,0 +1,60 @@
+"""`python -m dpexp copy`: the composed options in one YAML file, with their comments, to edit and run again."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dpexp.commands.command_line import as_overrides, check, of_file
+from dpexp.config import CONF
+from dpexp.errors import ConfigError
+
+
+def copy(arguments: Sequence[str]) -> None:
+    """Writes the file, and prints how it is run."""
+    given = [argument for argument in arguments if "=" in argument]
+    names, asked = [one for one in arguments if one not in given], " ".join(arguments)
+    if len(names) != 1 or not names[0].endswith(".yaml") or any(re.match("hydra|sweep=", one) for one in given):
+        raise ConfigError(f"copy {asked}: give the options of one job, and one FILE.yaml to write.")
+    if (path := Path(names[0])).exists():
+        raise ConfigError(f"{path} exists already; name another file, or delete it.")
+    check(given)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", as_overrides(given), return_hydra_config=True)
+    chosen = cfg.hydra.runtime.choices
+    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    comments: dict[str, list[str]] = defaultdict(list)
+    for group, option in {"": "config", **chosen}.items():
+        file, key = CONF / group / f"{option}.yaml", group
+        text = file.read_text() if file.exists() and "hydra" not in group else ""
+        for here, line in _keyed(text, f"{group}." if group and "@package _global_" not in text else ""):
+            key = here or key  # a comment alone in its line goes on, or describes the option
+            comments[key] += re.findall("(?<!\\S)# (?!@package).*", line)
+    source = re.split(r"^(?=defaults|seed|hydra)", (CONF / "config.yaml").read_text(), flags=re.MULTILINE)
+    kept = {**chosen, "experiment": None, "sweep": None}  # whose values are in the file
+    defaults = re.sub(
+        r"([\w/]+): \w+", lambda m: f"{m[1]}: {kept[m[1]] or 'null'}" if m[1] in kept else m[0], source[1]
+    )
+    lines = [f"# python -m dpexp copy {asked}", *comments["experiment"], defaults]
+    for key, line in _keyed(OmegaConf.to_yaml(cfg)):
+        lines += [re.match(" *", line)[0] + comment for comment in comments[key] if key] + [line]  # type: ignore[index]
+    path.write_text("\n".join([*lines, "", source[-1]]))
+    _, folder, _, name, *searchpath = of_file([str(path)])
+    with initialize_config_dir(folder, version_base="1.3"):
+        again = compose(name, searchpath)
+    if OmegaConf.to_container(again) != OmegaConf.to_container(cfg):
+        path.unlink()
+        raise ConfigError(f"copy {asked}: a file cannot take back what ~ removes; leave that out.")
+    print(f"Edit {path}, and run it: python -m dpexp {path}")
+
+
+def _keyed(text: str, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The lines of a YAML text, each with the dotted key that it begins with, or ""."""
+    path: list[str] = []
+    for line in text.splitlines():
+        if key := re.match(r"( *)'?([\w/.]+)'?:( |$)", line):
+            path[len(key[1]) // 2 :] = [key[2]]
+        yield prefix + ".".join(path) if key else "", line
