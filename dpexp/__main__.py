@@ -98,8 +98,7 @@ def _dispatch(arguments: list[str]) -> None:
         arguments = as_audit(arguments[1:]) if command == "audit" else arguments
         if "--cfg" in arguments and "--resolve" not in arguments:
             arguments = [*arguments, "--resolve"]
-        arguments = of_file(arguments)
-        check(arguments)
+        check(arguments := of_file(arguments))
         _run_hydra(as_overrides(arguments))
 
 

@@ -148,8 +148,8 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     trained = f"{ledger.training_rounds} rounds{kinds}" if distinct else "no rounds"
     once = len(ledger) - ledger.training_rounds
     before = f", {once} release{'s' * (once > 1)} before training" if once else ""
-    adjacent = neighbours(ledger.adjacency, ledger.unit)
-    console.print(f"Privacy cost of {runs}{trained}{before}, {escape(adjacent)}, at δ = {up(at, 4)}:")
+    adjacent = escape(neighbours(ledger.adjacency, ledger.unit))
+    console.print(f"Privacy cost of {runs}{trained}{before}, {adjacent}, at δ = {up(at, 4)}:")
     _say_parts(ledgers)
     if len(named := {source.data_id for source in sources} - {None}) > 1:
         several = escape(", ".join(sorted(map(str, named))))

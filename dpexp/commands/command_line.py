@@ -78,7 +78,7 @@ RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .
 
 RUN is the folder of a job or a sweep, or the MLflow run id of a job of this machine. Options:
     out=report.html   where the page goes
-    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    uri=sqlite:///outputs/mlflow.db""",
     "resume": """\
 `python -m dpexp resume RUN` continues an interrupted training in the same folder, ledger and MLflow run.
 
@@ -218,10 +218,8 @@ def of_file(arguments: Sequence[str]) -> list[str]:
     if not arguments or not arguments[0].endswith(".yaml"):
         return [*arguments]
     path, others = Path(arguments[0]).resolve(), arguments[1:]
-    chosen = [one for one in others if "=" in one and (CONF / one.partition("=")[0].lstrip("+")).is_dir()]
-    if chosen or not path.is_file():
-        reason = f"{chosen[0]} would not replace its values; edit it" if chosen else "there is no such file"
-        raise ConfigError(f"{arguments[0]}: {reason}, or write another by python -m dpexp copy.")
+    if chosen := [one for one in others if "=" in one and (CONF / one.partition("=")[0].lstrip("+")).is_dir()]:
+        raise ConfigError(f"{chosen[0]} would not replace the values in {arguments[0]}; edit it, or copy again.")
     searchpath = QuotedString(f"file://{CONF}", Quote.single).with_quotes()
     return ["--config-path", str(path.parent), "--config-name", path.stem, *others, f"hydra.searchpath=[{searchpath}]"]
 

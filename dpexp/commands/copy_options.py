@@ -15,7 +15,7 @@ from dpexp.errors import ConfigError
 
 def copy(arguments: Sequence[str]) -> None:
     """Writes the file, and prints how it is run."""
-    given = [argument for argument in arguments if "=" in argument]
+    given = [argument for argument in arguments if "=" in argument or argument.startswith("~")]
     names, asked = [one for one in arguments if one not in given], " ".join(arguments)
     if len(names) != 1 or not names[0].endswith(".yaml") or any(re.match("hydra|sweep=", one) for one in given):
         raise ConfigError(f"copy {asked}: give the options of one job, and one FILE.yaml to write.")
@@ -24,8 +24,7 @@ def copy(arguments: Sequence[str]) -> None:
     check(given)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", as_overrides(given), return_hydra_config=True)
-    chosen = cfg.hydra.runtime.choices
-    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    chosen, cfg = cfg.hydra.runtime.choices, OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     comments: dict[str, list[str]] = defaultdict(list)
     for group, option in {"": "config", **chosen}.items():
         file, key = CONF / group / f"{option}.yaml", group
@@ -33,15 +32,13 @@ def copy(arguments: Sequence[str]) -> None:
         for here, line in _keyed(text, f"{group}." if group and "@package _global_" not in text else ""):
             key = here or key  # a comment alone in its line goes on, or describes the option
             comments[key] += re.findall("(?<!\\S)# (?!@package).*", line)
-    source = re.split(r"^(?=defaults|seed|hydra)", (CONF / "config.yaml").read_text(), flags=re.MULTILINE)
-    kept = {**chosen, "experiment": None, "sweep": None}  # whose values are in the file
-    defaults = re.sub(
-        r"([\w/]+): \w+", lambda m: f"{m[1]}: {kept[m[1]] or 'null'}" if m[1] in kept else m[0], source[1]
-    )
+    _, defaults, _, hydra = re.split(r"^(?=defaults|seed|hydra)", (CONF / "config.yaml").read_text(), flags=re.M)
+    for group, option in {**chosen, "experiment": None, "sweep": None}.items():  # whose values are in the file
+        defaults = re.sub(rf"(?<= {group}: )\w+", option or "null", defaults)
     lines = [f"# python -m dpexp copy {asked}", *comments["experiment"], defaults]
     for key, line in _keyed(OmegaConf.to_yaml(cfg)):
         lines += [re.match(" *", line)[0] + comment for comment in comments[key] if key] + [line]  # type: ignore[index]
-    path.write_text("\n".join([*lines, "", source[-1]]))
+    path.write_text("\n".join([*lines, "", hydra]))
     _, folder, _, name, *searchpath = of_file([str(path)])
     with initialize_config_dir(folder, version_base="1.3"):
         again = compose(name, searchpath)

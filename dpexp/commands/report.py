@@ -39,12 +39,12 @@ def report(arguments: Sequence[str]) -> None:
     if not jobs or {*named} - {*found, *found.values()}:
         raise ConfigError(f"report {' '.join(arguments)}: name folders of jobs or sweeps, or MLflow run ids.")
     runs = [_run(job) for job in jobs]
-    environment = Environment(loader=PackageLoader("dpexp.reporting", ""), autoescape=True)
-    environment.globals.update(measured=measured, up=up, in_words=guarantee_in_words, baselines=BASELINES)
     delta = max((run["result"]["delta"] for run in runs if "delta" in run["result"]), default=1.0)
     ledgers = [ledger_so_far(path) for job in jobs if (path := job / "ledger.jsonl").exists()]
-    text = environment.get_template("report.html").render(
-        runs=runs, delta=delta, together=ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta),
+    template = Environment(loader=PackageLoader("dpexp.reporting", ""), autoescape=True).get_template("report.html")
+    text = template.render(
+        measured=measured, up=up, in_words=guarantee_in_words, baselines=BASELINES, runs=runs, delta=delta,
+        together=ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta),
         pictures=[one for folder in named if folder not in found for one in _pictures(folder)],
         not_covered=NOT_COVERED.replace("`", "").splitlines(),
     )  # fmt: skip
@@ -59,8 +59,7 @@ def _run(job: Path) -> dict[str, Any]:
     model, data = (str(target).rpartition(".")[2] for target in targets)
     overrides = without_passwords(shlex.join(map(str, OmegaConf.load(given))))
     found = json.loads(result.read_text()) if result.exists() else {}
-    pictures = _pictures(job)
-    return {"title": f"{model} on {data}", "overrides": overrides, "result": found, "pictures": pictures}
+    return {"title": f"{model} on {data}", "overrides": overrides, "result": found, "pictures": _pictures(job)}
 
 
 def _pictures(folder: Path) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ import itertools
 import math
 import resource
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -318,7 +318,7 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None
         _print(f"Compare runs: {runs}")
 
 
-def guarantee_in_words(result: dict[str, Any]) -> tuple[str, str, str]:
+def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:
     """ε and δ of a result, what an attacker may find, and what one record may change."""
     spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
     unit, delta = result.get("unit", "record"), up(result["delta"], 4)

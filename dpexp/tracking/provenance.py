@@ -32,7 +32,7 @@ _NAMED_BY_VALUE = ("data", "model", "group", "mechanism", "sampling", "experimen
 _SHARED = ("data", "model", "experiment", "train")
 _SHORT = {"privacy.epsilon": "ε", "privacy.delta": "δ", "privacy.noise_multiplier": "z"}
 _NOT_IN_NAMES = ("sweep=", "tracking", "hydra", "checkpoint", "data.id", "privacy.budget")
-_NOT_IN_HASH = ("tracking", "rounds", "checkpoint", "register", "verbose")  # cannot change the result
+_NOT_IN_HASH = ("tracking", "logger", "rounds", "checkpoint", "register", "verbose")  # cannot change the result
 HOST = socket.gethostname()
 
 

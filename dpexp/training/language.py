@@ -83,8 +83,7 @@ class LanguageModel(Classifier):
     def validation_step(self, batch: Any) -> None:
         loss, _ = self.loss_and_scores(batch)
         labels = batch["labels"][:, 1:]
-        labels = labels[labels != IGNORED]
-        if len(labels):
+        if len(labels := labels[labels != IGNORED]):
             self._total += float(loss) * len(labels)
             self._labels = torch.cat([self._labels, labels.cpu()])
 
@@ -92,8 +91,8 @@ class LanguageModel(Classifier):
         if tokens := len(self._labels):
             loss = torch.tensor(self._total / tokens, dtype=torch.float64)
             entropy = Categorical(self._labels.unique(return_counts=True)[1].double()).entropy()
-            found = {"test_perplexity": loss.exp(), "test_unigram_perplexity": entropy.exp()}
-            self.log_dict({"test_loss": loss.float(), **{name: value.float() for name, value in found.items()}})
+            found = {"loss": loss, "perplexity": loss.exp(), "unigram_perplexity": entropy.exp()}
+            self.log_dict({f"test_{name}": value.float() for name, value in found.items()})
         self._total, self._labels = 0.0, torch.zeros(0)
 
     def on_test_epoch_end(self) -> None:
