@@ -3,9 +3,11 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from dpexp.commands.command_line import as_overrides, check, of_file
@@ -35,17 +37,18 @@ def copy(arguments: Sequence[str]) -> None:
     _, defaults, _, hydra = re.split(r"^(?=defaults|seed|hydra)", (CONF / "config.yaml").read_text(), flags=re.M)
     for group, option in {**chosen, "experiment": None, "sweep": None}.items():  # whose values are in the file
         defaults = re.sub(rf"(?<= {group}: )\w+", option or "null", defaults)
+    defaults = f"{defaults.rstrip()}\n  - override clip_norm: {chosen['clip_norm'] or 'null'}  # which joint changes\n"
     lines = [f"# python -m dpexp copy {asked}", *comments["experiment"], defaults]
     for key, line in _keyed(OmegaConf.to_yaml(cfg)):
         lines += [re.match(" *", line)[0] + comment for comment in comments[key] if key] + [line]  # type: ignore[index]
     path.write_text("\n".join([*lines, "", hydra]))
     _, folder, _, name, *searchpath = of_file([str(path)])
-    with initialize_config_dir(folder, version_base="1.3"):
-        again = compose(name, searchpath)
-    if OmegaConf.to_container(again) != OmegaConf.to_container(cfg):
-        path.unlink()
-        raise ConfigError(f"copy {asked}: a file cannot take back what ~ removes; leave that out.")
-    print(f"Edit {path}, and run it: python -m dpexp {path}")
+    with suppress(HydraException), initialize_config_dir(folder, version_base="1.3"):
+        if OmegaConf.to_container(compose(name, searchpath)) == OmegaConf.to_container(cfg):
+            print(f"Edit {path}, and run it: python -m dpexp {path}")
+            return
+    path.unlink()
+    raise ConfigError(f"copy {asked}: a file takes no ~key and no +trainer.key; give these when it is run.")
 
 
 def _keyed(text: str, prefix: str = "") -> Iterator[tuple[str, str]]:

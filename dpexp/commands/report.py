@@ -42,13 +42,11 @@ def report(arguments: Sequence[str]) -> None:
     delta = max((run["result"]["delta"] for run in runs if "delta" in run["result"]), default=1.0)
     ledgers = [ledger_so_far(path) for job in jobs if (path := job / "ledger.jsonl").exists()]
     template = Environment(loader=PackageLoader("dpexp.reporting", ""), autoescape=True).get_template("report.html")
-    text = template.render(
-        measured=measured, up=up, in_words=guarantee_in_words, baselines=BASELINES, runs=runs, delta=delta,
-        together=ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta),
-        pictures=[one for folder in named if folder not in found for one in _pictures(folder)],
-        not_covered=NOT_COVERED.replace("`", "").splitlines(),
-    )  # fmt: skip
-    Path(cfg.out).write_text(text)
+    shown = {"measured": measured, "up": up, "in_words": guarantee_in_words, "baselines": BASELINES}
+    shown |= {"runs": runs, "delta": delta, "not_covered": NOT_COVERED.replace("`", "").splitlines()}
+    shown["together"] = ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta)
+    shown["pictures"] = [one for folder in named if folder not in found for one in _pictures(folder)]
+    Path(cfg.out).write_text(template.render(shown))
     console.print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {cfg.out}", markup=False)
 
 

@@ -108,8 +108,7 @@ def _loggers(cfg: DictConfig, output: Path) -> Iterator[pl.loggers.logger.Logger
     for name, node in cfg.logger.items():
         kind = str(node.get("_target_")).rpartition(".")[2]
         if kind not in ("CSVLogger", "TensorBoardLogger"):
-            why = "may write the time of each round, as wandb does, which depends on its private sample"
-            raise ConfigError(f"logger.{name}: {kind} {why}; choose csv or tensorboard.")
+            raise ConfigError(f"logger.{name}: {kind} may write times, which are private; choose csv or tensorboard.")
         logger = make(f"logger.{name}", node, save_dir=str(output), name=name)
         send = logger.log_metrics if kind == "CSVLogger" else partial(_to_tensorboard, logger)
         yield MetricsLogger(send, name)
