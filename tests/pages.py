@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 FENCED = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NOT_JOBS = ("account", "certificate", "evaluate", "help", "predict", "resume", "schema", "verify")
+NOT_JOBS = ("account", "certificate", "evaluate", "help", "predict", "report", "resume", "schema", "verify", "version")
 
 
 def blocks(page, *languages):
