@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from dpexp import config
 from dpexp.commands import sweep, validate
-from dpexp.commands.command_line import COMMANDS, as_audit, as_overrides, check, help, import_targets, sentence
+from dpexp.commands.command_line import COMMANDS, as_audit, as_overrides, check, help, import_targets, of_file, sentence
 from dpexp.commands.trial import trial_label
 from dpexp.errors import ConfigError, RecordError
 
@@ -34,11 +34,14 @@ sweep.register_sweepers()
 FUNCTIONS = {
     "account": "dpexp.commands.account",
     "certificate": "dpexp.commands.certificate",
+    "copy": "dpexp.commands.copy_options",
     "evaluate": "dpexp.commands.saved_jobs",
     "predict": "dpexp.commands.saved_jobs",
+    "report": "dpexp.commands.report",
     "schema": "dpexp.commands.table_schema",
     "schema-of-options": "dpexp.commands.schema_of_options",
     "verify": "dpexp.commands.certificate",
+    "version": "dpexp.commands.versions",
 }
 HELP = {"--help", "-h"}
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -77,7 +80,7 @@ def main() -> None:
 def _dispatch(arguments: list[str]) -> None:
     """Runs the command that the arguments begin with, or a job."""
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    if command == "version" or "--version" in arguments:
+    if "--version" in arguments:
         print(f"dpexp {version('dpexp')}")
     elif command == "help" or HELP & {*arguments}:
         about = [command] if command not in (None, "help") else [a for a in arguments if a not in ("help", *HELP)]
@@ -95,7 +98,7 @@ def _dispatch(arguments: list[str]) -> None:
         arguments = as_audit(arguments[1:]) if command == "audit" else arguments
         if "--cfg" in arguments and "--resolve" not in arguments:
             arguments = [*arguments, "--resolve"]
-        check(arguments)
+        check(arguments := of_file(arguments))
         _run_hydra(as_overrides(arguments))
 
 

@@ -132,6 +132,7 @@ class Config:
     optimizer: Any = None
     scheduler: Any = None
     callbacks: Any = None
+    logger: Any = None
     preprocessing: Any = None
     augment: Any = None
     fine_tuning: Any = None

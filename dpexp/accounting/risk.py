@@ -64,16 +64,20 @@ class Risk:
 
 
 def in_words(found: Mapping[str, float], unit: str = "record") -> str:
-    """The limits of membership tests, in one line.
+    """The limits of membership tests, without symbols.
 
     Args:
         found: as `Risk.figures` returns it.
         unit: the privacy unit.
     """
-    rates = " and ".join(f"{up(100 * found[tpr_at(fpr)], 3)} % at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
-    limit = f"TPR - FPR above {up(found['advantage'], 4)}, or finds more members than {rates}"
-    gaussian = f"; Gaussian DP with μ = {up(found['mu'], 4)}, up to a probability of {TAIL:g}" if "mu" in found else ""
-    return f"no test for one {unit} has {limit}{gaussian}"
+    more = f"at most {up(100 * found['advantage'], 3)} percentage points more often than by guessing"
+    rates = (f"at most {up(100 * found[tpr_at(fpr)], 3)} % at {100 * fpr:g} % false alarms" for fpr in FALSE_POSITIVES)
+    return f"an attacker who knows all other data finds a {unit} that was in the data {more}: {', '.join(rates)}"
+
+
+def gaussian(found: Mapping[str, float]) -> str:
+    """The μ of `Risk.figures`, as an addition to ε; "" if there is none."""
+    return f"; Gaussian DP with μ = {up(found['mu'], 4)}, up to a probability of {TAIL:g}" if "mu" in found else ""
 
 
 def risk(ledger: Ledger, accountant: str = "pld") -> Risk:

@@ -14,9 +14,10 @@ from rich.table import Table
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import check_delta, coverage
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
+from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, runs_of_one_record, selection_epsilon
 from dpexp.accounting.releases import applicable_accountants
-from dpexp.accounting.risk import in_words, risk
+from dpexp.accounting.risk import gaussian, in_words, risk
 from dpexp.accounting.rounding import up
 from dpexp.commands.command_line import is_option, read_options
 from dpexp.config import tracking_uri
@@ -76,7 +77,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     by = "by" if coverage(names[0]).is_bound else "about, by"
     figures = [risk(one, names[0]).figures() for one in together]
     worst = {name: max(one[name] for one in figures) for name in figures[0] if all(name in one for one in figures)}
-    console.print(f"In words, {by} {names[0]}: {in_words(worst, ledger.unit)}")
+    console.print(f"In words, {by} {names[0]}: {in_words(worst, ledger.unit)}{gaussian(worst)}")
     if cfg.figure is not None:
         if len(together) > 1:
             raise ConfigError(f"figure={cfg.figure} shows one composition; give only runs on one part of the data.")
@@ -143,12 +144,12 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
             console.print(f"{escape(source.name)}: {escape(source.ledger.unverified)}.")
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
     distinct = sum(round_.one_time_query is None for round_ in ledger.rounds)
-    kinds = f"{distinct} distinct" if distinct > 1 else "all alike"
-    trained = f"{ledger.training_rounds} rounds ({kinds})" if distinct else "no rounds"
+    kinds = f" of {distinct} kinds" if distinct > 1 else ", all alike"
+    trained = f"{ledger.training_rounds} rounds{kinds}" if distinct else "no rounds"
     once = len(ledger) - ledger.training_rounds
     before = f", {once} release{'s' * (once > 1)} before training" if once else ""
-    of = f" of a {ledger.unit}" if ledger.record else ""
-    console.print(f"{runs}{trained}{before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}")
+    adjacent = escape(neighbours(ledger.adjacency, ledger.unit))
+    console.print(f"Privacy cost of {runs}{trained}{before}, {adjacent}, at δ = {up(at, 4)}:")
     _say_parts(ledgers)
     if len(named := {source.data_id for source in sources} - {None}) > 1:
         several = escape(", ".join(sorted(map(str, named))))

@@ -18,7 +18,7 @@ from dpexp.accounting.independent import estimates
 from dpexp.accounting.ledger import Ledger, incomplete_reason, ledger_so_far
 from dpexp.accounting.ledger.events import is_number, neighbours
 from dpexp.accounting.releases import releases
-from dpexp.accounting.risk import FIGURES, TAIL, in_words, risk
+from dpexp.accounting.risk import FIGURES, TAIL, gaussian, in_words, risk
 from dpexp.accounting.rounding import up
 from dpexp.commands.account import console, delta_of, source_of
 from dpexp.commands.command_line import is_option, read_options
@@ -213,7 +213,7 @@ def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
     before = f" and {once} release{'s' * (once > 1)} before them" * bool(once)
     console.print(f"ε = {rounded} by pld at δ = {at}, {escape(holds)}; {ledger.training_rounds} rounds{before}")
     figures = {name: guarantee[name] for name in FIGURES if guarantee[name] is not None}
-    console.print(f"In words: {escape(in_words(figures, ledger.unit))}")
+    console.print(f"In words: {escape(in_words(figures, ledger.unit))}{gaussian(figures)}")
     if ledger.not_private_reason is not None:
         console.print(f"[bold red]ε does not cover all that the run shows[/]: {escape(ledger.not_private_reason)}.")
     if ledger.incomplete:

@@ -57,6 +57,10 @@ first.""",
 
 RUN is a job's output folder, the MLflow run id of a job of this machine, or a ledger file. Options:
     delta=1e-5        default: that of the job""",
+    "copy": """\
+`python -m dpexp copy [OVERRIDE ...] FILE.yaml` writes all options of a job into one file, with their comments.
+
+It takes the overrides of a job. `python -m dpexp FILE.yaml [OVERRIDE ...]` runs the file, once it is edited.""",
     "evaluate": """\
 `python -m dpexp evaluate RUN` measures a trained model on its test set once more.
 
@@ -69,6 +73,12 @@ RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .
 .csv (numbers); for data of your own, such as data=csv, as they are in its test set. Options:
     out=predictions.csv   where the predictions go: for a classifier, class and probabilities
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    "report": """\
+`python -m dpexp report RUN [RUN ...]` writes runs, or a sweep, on one HTML page, without a server or a script.
+
+RUN is the folder of a job or a sweep, or the MLflow run id of a job of this machine. Options:
+    out=report.html   where the page goes
+    uri=sqlite:///outputs/mlflow.db""",
     "resume": """\
 `python -m dpexp resume RUN` continues an interrupted training in the same folder, ledger and MLflow run.
 
@@ -87,7 +97,7 @@ Options:
 `python -m dpexp verify CERTIFICATE` computes a certificate again: from the ledger beside it, and ε by dp-accounting.
 
 CERTIFICATE is a file, or a run as `certificate` takes it. The exit status is not 0 if it is refuted.""",
-    "version": "`python -m dpexp version` prints the version of dpexp.",
+    "version": "`python -m dpexp version` prints the versions and the machine, for reports of bugs.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.
 
@@ -201,6 +211,17 @@ def as_audit(arguments: Sequence[str]) -> list[str]:
     """The arguments of the job that only audits its plan."""
     audit = [] if any(argument.startswith("audit=") for argument in arguments) else ["audit=dirac"]
     return [*arguments, *audit, "train=false"]
+
+
+def of_file(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a job whose options are a file that `copy` wrote; any others are returned as they are."""
+    if not arguments or not arguments[0].endswith(".yaml"):
+        return [*arguments]
+    path, others = Path(arguments[0]).resolve(), arguments[1:]
+    if chosen := [one for one in others if "=" in one and (CONF / one.partition("=")[0].lstrip("+")).is_dir()]:
+        raise ConfigError(f"{chosen[0]} would not replace the values in {arguments[0]}; edit it, or copy again.")
+    searchpath = QuotedString(f"file://{CONF}", Quote.single).with_quotes()
+    return ["--config-path", str(path.parent), "--config-name", path.stem, *others, f"hydra.searchpath=[{searchpath}]"]
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:

@@ -249,8 +249,9 @@ def _train(
     module, data, plan, privacy, trainer, checkpoint = job
     trainer.callbacks.append(stop)  # type: ignore[attr-defined]
     if tracked:
-        trainer.logger = tracked.logger
-        tracked.logger.rounds = lambda: trainer.global_step
+        trainer.loggers = [tracked.logger, *trainer.loggers]
+    for logger in trainer.loggers:
+        logger.rounds = lambda: trainer.global_step  # type: ignore[attr-defined]
     started = time.monotonic()
     try:
         with reserve_disk_space(bare(module), output / DISK_RESERVE), explained(trainer):

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def trainer_for(
             max_epochs=-1,
             max_steps=rounds,
             check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.num_evaluations))),
-            logger=False,
+            logger=[*_loggers(cfg, output)] if cfg.logger and not processes.rank() else False,
             callbacks=callbacks,
             default_root_dir=output,
             enable_checkpointing=False,
@@ -98,6 +99,26 @@ def trainer_for(
         if isinstance(callback, pl.callbacks.Timer):  # of max_time: no checkpoint stores the time used
             callback.state_dict = dict  # type: ignore[method-assign]
     return trainer
+
+
+def _loggers(cfg: DictConfig, output: Path) -> Iterator[pl.loggers.logger.Logger]:
+    """Lightning's loggers that `logger` names, each behind one that passes on metrics alone."""
+    from dpexp.tracking.run import MetricsLogger  # imports MLflow
+
+    for name, node in cfg.logger.items():
+        kind = str(node.get("_target_")).rpartition(".")[2]
+        if kind not in ("CSVLogger", "TensorBoardLogger"):
+            raise ConfigError(f"logger.{name}: {kind} may write times, which are private; choose csv or tensorboard.")
+        logger = make(f"logger.{name}", node, save_dir=str(output), name=name)
+        send = logger.log_metrics if kind == "CSVLogger" else partial(_to_tensorboard, logger)
+        yield MetricsLogger(send, name)
+
+
+def _to_tensorboard(logger: Any, values: dict[str, float], step: int) -> None:
+    """Writes values, each with the number of rounds in place of the time."""
+    for name, value in values.items():
+        logger.experiment.add_scalar(name, value, step, walltime=step)
+    logger.experiment.flush()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ _REFUSED = {
         "sampling determines each round's sample, from all of the training set",
     ("check_val_every_n_epoch", "val_check_interval"): "give trainer.num_evaluations",
     ("sync_batchnorm",): "it mixes the records of all processes",
-    ("logger",): "choose tracking",
+    ("logger",): "choose tracking, or logger at the top level",
     ("callbacks",): "choose callbacks, at the top level",
     ("fast_dev_run",): "give debug=true",
     ("accumulate_grad_batches",): "trainer.max_physical_batch_size splits a sample",

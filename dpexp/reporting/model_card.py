@@ -7,12 +7,11 @@ from shlex import quote
 from typing import Any
 
 from dpexp.accounting.ledger.events import neighbours
-from dpexp.accounting.risk import in_words
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.terminal import RECALL, before_training, measured, range_of
+from dpexp.reporting.terminal import RECALL, before_training, guarantee_in_words, measured, range_of
 
-_NOT_COVERED = """\
+NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
 - the test set and the initial weights, which are taken as public;
 - `data.n` and normalisation constants, which must be published facts;
@@ -63,12 +62,8 @@ def card(
 
 
 def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
-    adjacency = neighbours(plan.adjacency, str(plan.privacy_unit))
-    lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {up(result['delta'], 4)} and", ""]
-    lines += ["| accountant | ε |", "|---|---|"]
-    lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
-    lines.append("")
-    lines += [f"In words: {in_words(result['risk'], str(plan.privacy_unit))}.", ""]
+    guarantee, words, likewise = guarantee_in_words(result)
+    lines = ["## Privacy", "", f"(ε, δ)-differentially private: {guarantee}.", "", f"In words: {words} {likewise}", ""]
     stages = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
     q = range_of((event.q for event in replace(plan, rounds=max(1, result["rounds"])).sampling_events()), 5)
     coefficients = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
@@ -93,7 +88,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         lines += ["", f"{before_training(event, plan, result['delta'])}."]
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
-        _NOT_COVERED, "",
+        NOT_COVERED, "",
     ]  # fmt: skip
     return lines
 

@@ -1,9 +1,10 @@
 """Terminal output: the plan, progress, results."""
 
 import itertools
+import math
 import resource
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.accounting.ledger.events import neighbours
-from dpexp.accounting.risk import in_words
+from dpexp.accounting.risk import gaussian, in_words
 from dpexp.accounting.rounding import down, up
 from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
@@ -33,6 +34,7 @@ console = Console()
 _MAX_NAMES = 40  # of parameters
 RECALL = "test_recall_"  # of class 0, 1, …
 _MAX_RECALLS = 5  # classes
+BASELINES = {"test_accuracy": "test_majority_accuracy", "test_perplexity": "test_unigram_perplexity"}
 
 
 def _print(text: str) -> None:
@@ -45,12 +47,14 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
     last = plan.sampling.at_round(int(plan.sampling.rounds_per_epoch) - 1, plan.n)
+    solved, records = plan.calibration, plan.privacy_unit.plural
+    held = CALIBRATABLE[solved.knob].held if solved else ""
+    noise = "" if solved and (held or solved.knob == "noise_multiplier") else f", z = {plan.noise_multiplier:.4g}"
     _print(
-        f"[bold]Plan[/]: no rounds, all {plan.n} {plan.privacy_unit.plural} at once, z = {plan.noise_multiplier:.4g}"
+        f"[bold]Plan[/]: no rounds, all {plan.n} {records} at once{noise}"
         if not plan.rounds
-        else f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
-        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.privacy_unit.plural}), z = "
-        f"{plan.noise_multiplier:.4g}"
+        else f"[bold]Plan[/]: {plan.rounds} rounds, each on about {plan.sampling.q * plan.n:.0f} of n = {plan.n} "
+        f"{records} (sampling {plan.sampling.name}, q = {plan.sampling.q:.5g}){noise}"
         + (f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}" if last.weight < 1 else "")
         + (f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})" if last.weight < 1 else "")
         + _allocation(plan)
@@ -58,11 +62,10 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
         + (f", clip {plan.clip_rules}" if plan.clip_rules else "")
     )
-    if plan.calibration is not None:
-        solved = plan.calibration
+    if solved is not None:
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
         line = f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}{solved.missed}"
-        if held := CALIBRATABLE[solved.knob].held:
+        if held:
             line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
             line += " in place of " + ", ".join(f"{key}={value}" for key, value in replaced(cfg).items())
         _print(escape(line))
@@ -306,16 +309,25 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None
     for name, entries in result.get("preprocessing", {}).items():
         _print(f"[bold]{name}[/]: {', '.join(f'{entry:.0f}' for entry in entries)}")
     if "epsilon" in result:
-        spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
-        unit = result.get("unit", "record")
-        adjacent = neighbours(result["adjacency"], unit)
-        _print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {adjacent}")
-        _print(f"[bold]In words[/]: {in_words(result['risk'], unit)}")
+        guarantee, words, likewise = guarantee_in_words(result)
+        _print(f"[bold](ε, δ)[/]: {guarantee}\n[bold]In words[/]: {words}\n{likewise}")
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
     _print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}")
     if runs is not None:
         _print(f"Compare runs: {runs}")
+
+
+def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:
+    """ε and δ of a result, what an attacker may find, and what one record may change."""
+    spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
+    unit, delta = result.get("unit", "record"), up(result["delta"], 4)
+    ratio = up(math.exp(min(next(iter(result["epsilon"].values())), 700)), 3)
+    return (
+        f"ε = {spent}, δ = {delta}, {neighbours(result['adjacency'], unit)}{gaussian(result['risk'])}",
+        f"{in_words(result['risk'], unit)}.",
+        f"One {unit} changes the probability of any result at most {ratio}-fold, plus {delta}.",
+    )
 
 
 def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, after: str = "") -> None:
@@ -335,7 +347,9 @@ def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, a
                 "data.class_weights."
             )
     elif "test_perplexity" in metrics:
-        _print(f"[bold]Test perplexity {metrics['test_perplexity']:.4g}[/]{after}")
+        unigram = metrics.get("test_unigram_perplexity")
+        beside = "" if unigram is None else f"; always the frequencies of its tokens: {unigram:.4g}"
+        _print(f"[bold]Test perplexity {metrics['test_perplexity']:.4g}[/]{after}{beside}")
     elif "test_r2" in metrics:
         _print(f"[bold]Test R² {metrics['test_r2']:.3f}[/]{after}; always the mean of its targets: 0")
 

@@ -12,6 +12,7 @@ import shlex
 import socket
 from collections.abc import Sequence, Set
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -31,7 +32,7 @@ _NAMED_BY_VALUE = ("data", "model", "group", "mechanism", "sampling", "experimen
 _SHARED = ("data", "model", "experiment", "train")
 _SHORT = {"privacy.epsilon": "ε", "privacy.delta": "δ", "privacy.noise_multiplier": "z"}
 _NOT_IN_NAMES = ("sweep=", "tracking", "hydra", "checkpoint", "data.id", "privacy.budget")
-_NOT_IN_HASH = ("tracking", "rounds", "checkpoint", "register", "verbose")  # cannot change the result
+_NOT_IN_HASH = ("tracking", "logger", "rounds", "checkpoint", "register", "verbose")  # cannot change the result
 HOST = socket.gethostname()
 
 
@@ -142,20 +143,20 @@ def provenance() -> dict[str, str]:
     found |= {"dpexp.version": __version__, "dpexp.python": platform.python_version(), "dpexp.host": HOST}
     found |= {"dpexp.command": without_passwords(command), "mlflow.source.name": "dpexp"}
     ignored: Any = [GitRunContext]  # it looks where dpexp lies, and quotes the repository's address
-    return resolve_tags(found | _commit(), ignored)
+    return resolve_tags(found | commit(), ignored)
 
 
-def _commit() -> dict[str, str]:
-    """The commit of the working directory, and whether files that git knows differ from it."""
+def commit(folder: Path | None = None) -> dict[str, str]:
+    """The commit of a checkout, by default of the working directory, and whether files that git knows differ."""
     try:
         from git import Repo  # fails if there is no git
 
-        with Repo(search_parent_directories=True) as repository:
-            commit = repository.head.commit.hexsha
+        with Repo(folder, search_parent_directories=folder is None) as repository:
+            found = repository.head.commit.hexsha
             dirty = "yes" if repository.is_dirty() else "no"
     except Exception:
         return {}
-    return {"mlflow.source.git.commit": commit, "dpexp.commit": commit, "dpexp.dirty": dirty}
+    return {"mlflow.source.git.commit": found, "dpexp.commit": found, "dpexp.dirty": dirty}
 
 
 def provenance_of_resume() -> dict[str, str]:

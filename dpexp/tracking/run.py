@@ -53,21 +53,21 @@ from dpexp.tracking.registered_model import check_name, description
 from dpexp.tracking.run_costs import is_run_of
 
 
-class _MetricsLogger(pl.loggers.logger.Logger):
-    """Sends Lightning's metrics, except its epoch count, at the number of completed rounds.
+class MetricsLogger(pl.loggers.logger.Logger):
+    """Sends Lightning's metrics, except its epoch count, at the number of completed rounds, and nothing else.
 
     Lightning logs validation one step early; accuracy and ε must have the same step to be charted together.
     """
 
     rounds: Callable[[], int] | None = None
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, send: Callable[[dict[str, float], int], None], name: str = "mlflow") -> None:
         super().__init__()
-        self._sender = sender
+        self._send, self._name = send, name
 
     @property
     def name(self) -> str:
-        return "mlflow"
+        return self._name
 
     @property
     def version(self) -> str:
@@ -77,7 +77,7 @@ class _MetricsLogger(pl.loggers.logger.Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         done = self.rounds() if self.rounds is not None else step or 0
-        self._sender.metrics({name: value for name, value in metrics.items() if name != "epoch"}, done)
+        self._send({name: float(value) for name, value in metrics.items() if name != "epoch"}, done)
 
 
 class TrackedRun:
@@ -116,7 +116,7 @@ class TrackedRun:
         self.run_id: str = run.info.run_id
         self.address = address(uri, experiment_id)
         self._sender = Sender(client, self.run_id)
-        self.logger = _MetricsLogger(self._sender)
+        self.logger = MetricsLogger(self._sender.metrics)
 
     def _send_files(self, *names: str) -> None:
         """Sends those of the job's files that exist."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import Classifier
@@ -71,26 +72,28 @@ def is_causal(model: nn.Module) -> bool:
 
 class LanguageModel(Classifier):
     """Trains a causal language model of transformers, and measures its perplexity: exp of the mean loss of the test
-    set's tokens, each record's first excepted."""
+    set's tokens, each record's first excepted; and that of always giving the frequencies of these tokens."""
 
     OBJECTIVES = ("test_loss", "test_perplexity")
-    _total, _tokens = 0.0, 0
+    _total, _labels = 0.0, torch.zeros(0)
 
     def metrics(self, stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
         return {f"{stage}_loss": loss}
 
     def validation_step(self, batch: Any) -> None:
         loss, _ = self.loss_and_scores(batch)
-        tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
-        if tokens:
-            self._total += float(loss) * tokens
-            self._tokens += tokens
+        labels = batch["labels"][:, 1:]
+        if len(labels := labels[labels != IGNORED]):
+            self._total += float(loss) * len(labels)
+            self._labels = torch.cat([self._labels, labels.cpu()])
 
     def on_validation_epoch_end(self) -> None:
-        if self._tokens:
-            loss = torch.tensor(self._total / self._tokens, dtype=torch.float64)
-            self.log_dict({"test_loss": loss.float(), "test_perplexity": loss.exp().float()})
-        self._total, self._tokens = 0.0, 0
+        if tokens := len(self._labels):
+            loss = torch.tensor(self._total / tokens, dtype=torch.float64)
+            entropy = Categorical(self._labels.unique(return_counts=True)[1].double()).entropy()
+            found = {"loss": loss, "perplexity": loss.exp(), "unigram_perplexity": entropy.exp()}
+            self.log_dict({f"test_{name}": value.float() for name, value in found.items()})
+        self._total, self._labels = 0.0, torch.zeros(0)
 
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end()

@@ -104,7 +104,7 @@ def test_account_takes_the_worst_of_disjoint_parts(written, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert f"a record is at most in the runs of part [0, 0.5) by {RULE}; or of part [0.5, 1) by {RULE} and" in printed
     assert "In parallel" in printed and "90 rounds" in printed and up(delta(worst, 1.0), 4) in printed
-    assert up(risk(worst).advantage, 4) in printed
+    assert f"at most {up(100 * risk(worst).advantage, 3)} percentage points" in printed
 
 
 def test_words_are_of_the_worst_part_for_each_figure(written, capsys):
@@ -112,7 +112,9 @@ def test_words_are_of_the_worst_part_for_each_figure(written, capsys):
     rare, often = on(0, 0.5, z=0.5, rounds=1), on(0.5, 1, z=2.0, rounds=60)
     assert epsilon(rare, 1e-9) > epsilon(often, 1e-9) and risk(rare).advantage < risk(often).advantage
     assert account([*written(rare, often), "delta=1e-9"])["pld"] == epsilon(rare, 1e-9)
-    assert f"TPR - FPR above {up(risk(often).advantage, 4)}," in " ".join(capsys.readouterr().out.split())
+    assert f"at most {up(100 * risk(often).advantage, 3)} percentage points" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_account_adds_up_parts_that_overlap_or_have_other_rules(written, capsys):

@@ -23,6 +23,7 @@ from dpexp.accounting.risk import (
     MaxAdvantage,
     MaxTpr,
     advantage,
+    gaussian,
     gaussian_bound,
     in_words,
     largest_advantage,
@@ -157,6 +158,15 @@ def test_targets_out_of_range_are_refused(target, accountant, message):
         solve("noise_multiplier", lambda z: ledger(z, 0.1, 10), target, accountant, start=1.0)
 
 
+def test_words_have_no_symbols():
+    found = {"advantage": 0.30911, "tpr_at_fpr_0.001": 0.01136, "tpr_at_fpr_0.01": 0.06431, "mu": 0.83}
+    assert in_words(found) == (
+        "an attacker who knows all other data finds a record that was in the data at most 31 percentage points more "
+        "often than by guessing: at most 1.14 % at 0.1 % false alarms, at most 6.44 % at 1 % false alarms"
+    )
+    assert gaussian(found) == "; Gaussian DP with μ = 0.83, up to a probability of 1e-10" and gaussian({}) == ""
+
+
 def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     """With its privacy unit."""
     output = dpexp_job(
@@ -176,6 +186,9 @@ def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     assert run.data.tags["dpexp.privacy_unit"] == "user"
     assert run.data.metrics["tried tpr"] <= 1.01 and "epsilon" in run.data.metrics
     assert "which costs TPR at FPR 0.01 = 0.0" in printed and f"In words: {words}" in printed
+    changed = up(math.exp(result["epsilon"]["pld"]), 3)
+    assert f"One user changes the probability of any result at most {changed}-fold, plus 0.0001." in printed
+    assert printed.count("noise_multiplier = ") == 1 and "z = " not in printed and "The step is" not in printed
     card = (output / "card.md").read_text()
     assert "for adding or removing one user" in card
     assert f"In words: {words}" in card and f"μ = {up(expected['mu'], 4)}" in card

@@ -41,7 +41,7 @@ def test_a_ledger_file_by_several_accountants(written, capsys):
     costs = account([written("a.jsonl", run), "accountant=pld,rdp", "delta=1e-6", "epsilon=2"])
     assert costs == {name: epsilon(run, 1e-6, name) for name in ("pld", "rdp")}
     printed = capsys.readouterr().out
-    assert "300 rounds (all alike)" in printed
+    assert "Privacy cost of 300 rounds, all alike, for adding or removing one record, at δ = 1e-06:" in printed
     for name in costs:
         assert up(costs[name], 6) in printed and up(delta(run, 2.0, name), 4) in printed
 
@@ -50,7 +50,7 @@ def test_several_ledgers_are_composed(written, capsys):
     first, second = ledger(2.0, 0.05, 30), ledger(3.0, 0.1, 20)
     costs = account([written("a.jsonl", first), written("b.jsonl", second), "delta=1e-5"])
     assert costs["pld"] == epsilon(concatenate([first, second]), 1e-5)
-    assert "2 runs, 50 rounds (2 distinct)" in capsys.readouterr().out
+    assert "Privacy cost of 2 runs, 50 rounds of 2 kinds, for adding or removing one record" in capsys.readouterr().out
 
 
 def test_another_adjacency_is_a_claim_of_its_own(written):

@@ -153,7 +153,7 @@ def test_the_card_of_the_non_private_baseline_says_so(dpexp_job):
 def test_the_card_gives_a_schedule_in_full_and_no_delta_below_the_true_one(dpexp_job):
     output = dpexp_job(*QUICK, "tracking=none", "schedule.z={linear: [2, 0.2]}", "privacy.delta=1.0000049e-5")
     card = (output / "card.md").read_text()
-    assert "z = 0.2 – 2, on the schedule z: {'linear': [2, 0.2]}" in card and "with δ = 1.001e-05 and" in card
+    assert "z = 0.2 – 2, on the schedule z: {'linear': [2, 0.2]}" in card and ", δ = 1.001e-05, for" in card
     specs = [line for line in (output / "ledger.jsonl").read_text().splitlines() if "queries" in line]
     sigmas = [json.loads(line)["queries"][0]["sigma"] for line in specs]
     assert f"| {min(sigmas):.4g} – {max(sigmas):.4g} |" in card

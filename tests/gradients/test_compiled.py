@@ -171,7 +171,7 @@ def test_a_few_rounds_are_not_compiled():
     engine = engine_of(classifier(), None)
     sums_of(engine, loss_of, rows())
     assert engine.step.compiling.decided is False and not compiled_graphs(engine)
-    assert "not compiled, since 9 rounds of" in reason_of(engine)
+    assert not reason_of(engine)  # which is said where it matters
 
 
 @needs_compiler

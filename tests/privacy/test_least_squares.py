@@ -227,7 +227,10 @@ def test_labels_of_another_kind_are_refused():
 def test_a_job_of_no_rounds_is_accounted_certified_and_used(dpexp_job, tmp_path, capsys):
     output = dpexp_job("model=least_squares", "privacy.epsilon=2")
     said = capsys.readouterr().out
-    assert "Plan: no rounds, all 1437 records at once, z = " in said and "Released once: model: S = 1.414" in said
+    assert (
+        "Plan: no rounds, all 1437 records at once\nSolved for noise_multiplier = " in said
+        and "Released once: model: S = 1.414" in said
+    )
     result, ledger = result_of(output), read_ledger(output / "ledger.jsonl")
     assert (result["rounds"], len(ledger), ledger.training_rounds) == (0, 1, 0)
     z = analytic_gaussian(2.0, 1e-4)

@@ -661,7 +661,7 @@ def test_figures_and_account_separate_rounds_from_preprocessing(tmp_path, capsys
     planned = plan_of(module, n=N, q=0.2, steps=30, noise_multiplier=2.0).ledger()
     write_ledger(tmp_path / "l.jsonl", planned)
     account([str(tmp_path / "l.jsonl"), "delta=1e-5"])
-    assert "30 rounds (all alike), 2 releases before training" in " ".join(capsys.readouterr().out.split())
+    assert "30 rounds, all alike, 2 releases before training" in " ".join(capsys.readouterr().out.split())
     axes = epsilon_over_rounds(planned, 1e-5, ["pld"]).axes[0]
     x, y = axes.lines[0].get_data()
     assert x[-1] == 30 and axes.get_xlabel() == "round"

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 
 import mlflow
 import pandas as pd
@@ -183,7 +184,7 @@ def perplexity(model, texts):
     return math.exp(loss / count)
 
 
-def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder, dpexp_job):
+def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder, dpexp_job, capsys):
     write_prompts()
     job = dpexp_job(
         *JOB, "sampling.expected_batch_size=30", "optimizer.lr=0.05", "sampling.epochs=10", "privacy.epsilon=100"
@@ -191,6 +192,11 @@ def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder,
     model, ids = dpexp.load(job), documents().test
     metrics = json.loads((job / "result.json").read_text())["metrics"]
     assert metrics["test_perplexity"] == pytest.approx(perplexity(model, ids), rel=1e-5)
+    counts = Counter(token for text, size in zip(ids.ids, ids.sizes, strict=True) for token in text[1:size].tolist())
+    shares = [count / counts.total() for count in counts.values()]
+    unigram = math.exp(-sum(share * math.log(share) for share in shares))
+    assert metrics["test_unigram_perplexity"] == pytest.approx(unigram, rel=1e-5)
+    assert f"; always the frequencies of its tokens: {unigram:.4g}" in capsys.readouterr().out
     assert metrics["test_perplexity"] < 0.9 * perplexity(causal_lm("tiny"), ids)
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained("tiny")

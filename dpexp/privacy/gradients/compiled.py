@@ -195,10 +195,6 @@ class CompileDecision:
         self._began, self._limit = time.perf_counter(), math.inf if self.decided else limit
         if self.decided is None and limit < estimate:
             self.decided = False
-            self.reason = (
-                f"not compiled, since {self._rounds} rounds of {_ms(seconds)} would not save {_MIN_GAIN} times "
-                f"the {estimate:.0f} s that compiling may take; trainer.compile=true compiles in any case"
-            )
         return self.decided is not False
 
     def progress(self, done: int, stages: int) -> None:

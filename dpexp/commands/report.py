@@ -1,0 +1,64 @@
+"""`python -m dpexp report`: runs or a sweep on one HTML page, which needs no server and runs no script."""
+
+import json
+import shlex
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from omegaconf import OmegaConf
+
+from dpexp.accounting.ledger import ledger_so_far
+from dpexp.accounting.rounding import up
+from dpexp.commands.account import console, with_earlier
+from dpexp.commands.command_line import is_option, read_options
+from dpexp.config import tracking_uri
+from dpexp.errors import ConfigError
+from dpexp.reporting.model_card import NOT_COVERED
+from dpexp.reporting.terminal import BASELINES, guarantee_in_words, measured
+from dpexp.tracking.provenance import without_passwords
+from dpexp.tracking.read import output_of
+
+
+@dataclass
+class Options:
+    out: str = "report.html"
+    uri: str | None = None
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Writes the page of the jobs and sweeps that are named on the command line."""
+    cfg: Options = read_options(Options, [*filter(is_option, arguments)])
+    names, uri = [argument for argument in arguments if not is_option(argument)], cfg.uri or tracking_uri()
+    named = [Path(name) if Path(name).is_dir() else output_of(uri, name) for name in names]
+    found = {one: folder for folder in named for one in (folder, *folder.glob("*/")) if (one / ".hydra").is_dir()}
+    jobs = sorted(found, key=lambda job: (str(job.parent), len(job.name), job.name))  # trial 2 before trial 10
+    if not jobs or {*named} - {*found, *found.values()}:
+        raise ConfigError(f"report {' '.join(arguments)}: name folders of jobs or sweeps, or MLflow run ids.")
+    runs = [_run(job) for job in jobs]
+    delta = max((run["result"]["delta"] for run in runs if "delta" in run["result"]), default=1.0)
+    ledgers = [ledger_so_far(path) for job in jobs if (path := job / "ledger.jsonl").exists()]
+    template = Environment(loader=PackageLoader("dpexp.reporting", ""), autoescape=True).get_template("report.html")
+    shown = {"measured": measured, "up": up, "in_words": guarantee_in_words, "baselines": BASELINES}
+    shown |= {"runs": runs, "delta": delta, "not_covered": NOT_COVERED.replace("`", "").splitlines()}
+    shown["together"] = ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta)
+    shown["pictures"] = [one for folder in named if folder not in found for one in _pictures(folder)]
+    Path(cfg.out).write_text(template.render(shown))
+    console.print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {cfg.out}", markup=False)
+
+
+def _run(job: Path) -> dict[str, Any]:
+    """What the page says of a job; one that has not finished has no result."""
+    cfg, given, result = (job / path for path in (".hydra/config.yaml", ".hydra/overrides.yaml", "result.json"))
+    targets = (OmegaConf.select(OmegaConf.load(cfg), key) for key in ("model._target_", "data.module._target_"))
+    model, data = (str(target).rpartition(".")[2] for target in targets)
+    overrides = without_passwords(shlex.join(map(str, OmegaConf.load(given))))
+    found = json.loads(result.read_text()) if result.exists() else {}
+    return {"title": f"{model} on {data}", "overrides": overrides, "result": found, "pictures": _pictures(job)}
+
+
+def _pictures(folder: Path) -> list[tuple[str, str]]:
+    return [(path.stem, b64encode(path.read_bytes()).decode()) for path in sorted(folder.glob("*.png"))]

@@ -1,0 +1,90 @@
+"""A page of runs or of a sweep."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from jobs import result_of, store_of
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import concatenate, read_ledger
+from dpexp.accounting.risk import in_words
+from dpexp.accounting.rounding import up
+from dpexp.commands.report import report
+from dpexp.errors import ConfigError
+
+QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
+
+
+class Page(HTMLParser):
+    """A page's text, rows of its tables, and tags."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.text, self.rows, self.tags = "", [], set()
+        self.feed(path.read_text())
+        self.text = " ".join(self.text.split())
+        self.rows = [[" ".join(cell.split()) for cell in row] for row in self.rows]
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.in_cell = tag in ("td", "th") or (tag == "a" and self.in_cell)
+
+    def handle_data(self, data):
+        self.text += data
+        if self.rows and self.in_cell:
+            self.rows[-1][-1] += data
+
+
+def test_a_page_of_a_run_says_what_it_guarantees(dpexp_job, tmp_path):
+    uri = "tracking.uri=sqlite:///outputs/mlflow.db"
+    job = dpexp_job(*QUICK, "group=per_layer", uri, "tracking.run_name='<b>&'")
+    result, (run,) = result_of(job), store_of(tmp_path).search_runs(["1"])
+    dpexp_job("report", run.info.run_id, "out=page.html")
+    page = Page(tmp_path / "page.html")
+    assert "Linear" not in page.text and "logistic on Digits" in page.text
+    assert "3 rounds, each on about 359 of 1437 records." in page.text
+    assert f"In words: {in_words(result['risk'])}." in page.text
+    assert f"ε = {up(result['epsilon']['pld'], 4)} by pld, δ = 0.0001, for adding or removing one record" in page.text
+    metrics, ((name, group),) = result["metrics"], result["groups"].items()
+    majority = f"{metrics['test_majority_accuracy']:.2%} (majority accuracy)"
+    assert ["test_accuracy", f"{metrics['test_accuracy']:.2%}", majority] in page.rows
+    assert [name, f"{group['S']:.4g}", f"{group['sigma']:.4g}", "1"] in page.rows
+    assert "choosing this model by looking at several private runs" in page.text
+    source = (tmp_path / "page.html").read_text()
+    assert "<b>&" not in source and "&lt;b&gt;&amp;" in source
+    assert source.count("data:image/png;base64,iVBOR") == 1 and not page.tags & {"script", "link", "iframe"}
+    assert not re.search("https?://", source)
+
+
+def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, tmp_path):
+    folder = tmp_path / "outputs" / "multirun" / "a"
+    dpexp_job("-m", *QUICK, "tracking=none", "privacy.epsilon=1,inf,8", f"hydra.sweep.dir={folder}")
+    (folder / "2" / "result.json").unlink()  # as if it had been killed
+    (folder / "curve.png").write_bytes(b"\x89PNG")
+    dpexp_job("report", str(folder))
+    page = Page(tmp_path / "report.html")
+    table = {row[0].partition("privacy.epsilon=")[2]: row for row in page.rows if "privacy.epsilon=" in row[0]}
+    assert table["1"][1] == up(result_of(folder / "0")["epsilon"]["pld"], 4) and table["1"][3] == "3"
+    assert table["1"][4] == f"{result_of(folder / '0')['metrics']['test_accuracy']:.2%}"
+    assert table["inf"][1:4] == ["not private", "", "3"] and table["8"][1:] == ["not finished", "", "", ""]
+    ledgers = [read_ledger(folder / name / "ledger.jsonl") for name in ("0", "2")]
+    together = up(epsilon(concatenate(ledgers), 1e-4), 4)
+    assert f"with 1 earlier run on these data, ε = {together} at δ = 0.0001." in page.text
+    assert page.text.count("No ε covers what this run shows.") == 1 and "This run has not finished." in page.text
+    assert (tmp_path / "report.html").read_text().count('alt="curve"') == 1
+
+
+def test_a_report_of_nothing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for arguments in ([], ["empty"], ["empty", "out=x.html"]):
+        with pytest.raises(ConfigError, match="name folders of jobs or sweeps, or MLflow run ids"):
+            report(arguments)
+    with pytest.raises(ConfigError, match="nowhere is no file or folder here, and no run of"):
+        report(["nowhere"])
+    assert not [*tmp_path.glob("*.html")]
