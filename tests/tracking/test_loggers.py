@@ -55,7 +55,8 @@ def test_tensorboard_gets_the_round_in_place_of_the_time():
 
 
 def test_tensorboards_file_has_no_times(dpexp_job):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator as events
+
     output = dpexp_job(*JOB, "logger=[csv,tensorboard]")
     (folder,) = (output / "tensorboard").iterdir()
     found = events.EventAccumulator(str(folder)).Reload()
