@@ -339,7 +339,7 @@ class Backbone:
         if unknown := [name for name in self._outputs if name not in layers]:
             raise ConfigError(
                 f"data.features_of.layer={unknown[0]} is no module of {type(model).__name__}; its most similar modules "
-                f"are {', '.join(get_close_matches(unknown[0], filter(None, layers), 8, 0))}."
+                f"are {', '.join(get_close_matches(str(unknown[0]), filter(None, layers), 8, 0))}."
             )
         if (mean is None) != (std is None):
             raise ConfigError(f"data.features_of: give mean={mean} and std={std} both, or neither.")
