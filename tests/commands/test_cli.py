@@ -282,7 +282,7 @@ BAD = {
 }  # fmt: skip
 # The same, before torch is imported
 EARLY = {
-    "trian": "trian: this is no key=value, and no command. Known: account, audit, certificate, evaluate",
+    "trian": "trian: this is no key=value, and no command. Known: account, audit, certificate, copy, evaluate",
     "--resolve": "--resolve needs --cfg job",
     "--turbo": "unrecognized arguments: --turbo",
     "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",

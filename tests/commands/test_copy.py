@@ -51,7 +51,7 @@ def test_comments_stand_above_the_keys_that_they_explain(tmp_path):
     for comment, key in (
         ("# of model initialisation and everything else that need not be secret", "seed: 0"),
         ("  # z itself", "  noise_multiplier: null"),
-        ("# sampling_rate_at_fixed_noise, steps or clip_norm; epochs make T follow q", "calibrate: noise_multiplier"),
+        ("# same noise σ̃_g on the sums. All but the first need a given noise", "calibrate: noise_multiplier"),
     ):
         assert lines[lines.index(key) - 1] == comment
     about = re.findall("(?<!\\S)# .*", (CONF / "sampling" / "poisson.yaml").read_text())[0]

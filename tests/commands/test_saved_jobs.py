@@ -131,7 +131,7 @@ def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path
     use = f'dpexp.load("{result_of(job)["mlflow_run_id"]}")'
     for expected in ("logistic on digits", "adding or removing one record", "n = 1437"):
         assert expected in card
-    for expected in ("at FPR 0.1 %", use, "not cover"):
+    for expected in ("at 0.1 % false alarms", use, "not cover"):
         assert expected in card
     (shown,) = re.findall(r"\| pld \| (\S+) \|", card)
     assert epsilon["pld"] <= float(shown) <= epsilon["pld"] * 1.001, "rounded up"

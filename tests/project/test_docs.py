@@ -251,11 +251,11 @@ def leaves(nav):
 
 
 def test_the_pages_of_options_and_commands_are_current(monkeypatch):
-    """They are what python benchmarks/reference.py writes: each option, and each key with what it means."""
+    """They are what python benchmarks/reference_pages.py writes: each option, and each key with what it means."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    reference, conf = import_module("reference"), ROOT / "conf"
+    reference, conf = import_module("reference_pages"), ROOT / "conf"
     for page, written in reference.PAGES.items():
-        assert (DOCS / page).read_text() == written(), f"{page}: run python benchmarks/reference.py"
+        assert (DOCS / page).read_text() == written(), f"{page}: run python benchmarks/reference_pages.py"
     text = (DOCS / "options.md").read_text()
     for folder in sorted({path.parent for path in conf.glob("**/*.yaml")} - {conf}):
         section = text.partition(f"\n## {folder.relative_to(conf).as_posix()}\n")[2].partition("\n## ")[0]

@@ -1,7 +1,7 @@
 """Writes docs/options.md and docs/commands.md from the YAML of the configuration, its schema, and the commands' help.
 
-    python benchmarks/reference.py           # writes the pages
-    python benchmarks/reference.py --check   # fails if they differ from what it would write
+    python benchmarks/reference_pages.py           # writes the pages
+    python benchmarks/reference_pages.py --check   # fails if they differ from what it would write
 
 Texts are those that `python -m dpexp help` prints: comments in conf/. A key without a comment has that of its class.
 """
@@ -36,7 +36,7 @@ KEY = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>.*?)(?:  +# ?(?P<commen
 INTRODUCTION = """\
 # Options
 
-`python benchmarks/reference.py` writes this page from the YAML in `conf/`; `python -m dpexp help` and
+`python benchmarks/reference_pages.py` writes this page from the YAML in `conf/`; `python -m dpexp help` and
 `python -m dpexp help NAME` print the same. A job takes one option of each group, `group=per_layer`, and values,
 `privacy.epsilon=8`. `--cfg job` shows the whole configuration without running it. Further options are your own:
 [Custom models, data and groups](own.md).
@@ -46,7 +46,7 @@ A default in *italics* is computed from other values; `???` must be given.
 COMMANDS_PAGE = """\
 # Commands
 
-`python benchmarks/reference.py` writes this page from the texts that `python -m dpexp help NAME` prints. Installed,
+`python benchmarks/reference_pages.py` writes this page from the texts that `python -m dpexp help NAME` prints. Installed,
 `dpexp` is short for `python -m dpexp`.
 
 ## A job
@@ -309,6 +309,6 @@ if __name__ == "__main__":
     parser.add_argument("--check", action="store_true")
     if parser.parse_args().check:
         stale = [name for name, page in PAGES.items() if (DOCS / name).read_text() != page()]
-        raise SystemExit(f"stale: {', '.join(stale)}; run python benchmarks/reference.py" if stale else 0)
+        raise SystemExit(f"stale: {', '.join(stale)}; run python benchmarks/reference_pages.py" if stale else 0)
     for name, page in PAGES.items():
         (DOCS / name).write_text(page())
