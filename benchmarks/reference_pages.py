@@ -46,8 +46,8 @@ A default in *italics* is computed from other values; `???` must be given.
 COMMANDS_PAGE = """\
 # Commands
 
-`python benchmarks/reference_pages.py` writes this page from the texts that `python -m dpexp help NAME` prints. Installed,
-`dpexp` is short for `python -m dpexp`.
+`python benchmarks/reference_pages.py` writes this page from the texts that `python -m dpexp help NAME` prints.
+Installed, `dpexp` is short for `python -m dpexp`.
 
 ## A job
 

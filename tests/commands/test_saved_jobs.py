@@ -133,7 +133,7 @@ def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path
         assert expected in card
     for expected in ("at 0.1 % false alarms", use, "not cover"):
         assert expected in card
-    (shown,) = re.findall(r"\| pld \| (\S+) \|", card)
+    (shown,) = re.findall(r"ε = (\S+) by pld", card)
     assert epsilon["pld"] <= float(shown) <= epsilon["pld"] * 1.001, "rounded up"
     accuracy, told = card.splitlines()[2:4]
     assert accuracy.startswith("**Test accuracy ")
