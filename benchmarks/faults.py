@@ -478,7 +478,7 @@ FAULTS = [
           "if not (is_whole and sampler.data_source is dataset and len(sampler) == len(dataset)):",
           "if False:", "features"),
     fault("features may be of a training on the records", "commands/build.py",
-          '_refuse_non_private_weights(cfg, f"data.features_of.{key}", Path(path).expanduser())', "pass",
+          '_refuse_non_private_weights(cfg, "data.features_of.weights", Path(path).expanduser())', "pass",
           "pretrained"),
     fault("a backbone is in training mode", "training/data/features.py", "model.eval(), size", "model.train(), size",
           "features"),

@@ -18,7 +18,7 @@ import yaml
 from hydra.utils import get_object
 
 from dpexp.accounting.coverage import CLAIMS, coverage, yaml_name
-from dpexp.commands.command_line import COMMANDS, NO_OPTIONS, _options_of_groups, decisions
+from dpexp.commands.command_line import COMMANDS, NO_OPTIONS, _options_of_groups, group_descriptions
 from dpexp.config import CONF, Config
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -64,7 +64,7 @@ Installed, `dpexp` is short for `python -m dpexp`.
 
 def options_page() -> str:
     groups = _options_of_groups([CONF])
-    decided = decisions()
+    decided = group_descriptions()
     rows = ["| group | options | what it decides |", "|---|---|---|"]
     for group, text in sorted(decided.items()):
         options = ", ".join(f"`{path.stem}`" for path in groups.get(group, []))

@@ -24,7 +24,16 @@ from yaml import YAMLError
 
 from dpexp import config
 from dpexp.commands import sweep, validate
-from dpexp.commands.command_line import COMMANDS, as_audit, as_overrides, check, help, import_targets, of_file, sentence
+from dpexp.commands.command_line import (
+    COMMANDS,
+    as_audit,
+    as_overrides,
+    check,
+    help,
+    import_targets,
+    sentence,
+    with_config_file,
+)
 from dpexp.commands.trial import trial_label
 from dpexp.errors import ConfigError, RecordError
 
@@ -98,7 +107,7 @@ def _dispatch(arguments: list[str]) -> None:
         arguments = as_audit(arguments[1:]) if command == "audit" else arguments
         if "--cfg" in arguments and "--resolve" not in arguments:
             arguments = [*arguments, "--resolve"]
-        check(arguments := of_file(arguments))
+        check(arguments := with_config_file(arguments))
         _run_hydra(as_overrides(arguments))
 
 

@@ -76,7 +76,7 @@ def in_words(found: Mapping[str, float], unit: str = "record") -> str:
 
 
 def gaussian(found: Mapping[str, float]) -> str:
-    """The μ of `Risk.figures`, as an addition to ε; "" if there is none."""
+    """The text about μ that follows ε; "" if `Risk.figures` has no μ."""
     return f"; Gaussian DP with μ = {up(found['mu'], 4)}, up to a probability of {TAIL:g}" if "mu" in found else ""
 
 

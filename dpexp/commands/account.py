@@ -146,10 +146,8 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     distinct = sum(round_.one_time_query is None for round_ in ledger.rounds)
     kinds = f" of {distinct} kinds" if distinct > 1 else ", all alike"
     trained = f"{ledger.training_rounds} rounds{kinds}" if distinct else "no rounds"
-    once = len(ledger) - ledger.training_rounds
-    before = f", {once} release{'s' * (once > 1)} before training" if once else ""
     adjacent = escape(neighbours(ledger.adjacency, ledger.unit))
-    console.print(f"Privacy cost of {runs}{trained}{before}, {adjacent}, at δ = {up(at, 4)}:")
+    console.print(f"Privacy cost of {runs}{trained}{releases_before_training(ledger)}, {adjacent}, at δ = {up(at, 4)}:")
     _say_parts(ledgers)
     if len(named := {source.data_id for source in sources} - {None}) > 1:
         several = escape(", ".join(sorted(map(str, named))))
@@ -263,6 +261,12 @@ def with_earlier(earlier: Sequence[Ledger], own: Ledger, delta: float) -> str:
         return f"{together}, ε = {up(max(epsilon(one, delta) for one in _together([*earlier, own])), 4)}"
     except ConfigError:  # they have different adjacencies
         return f"{together} no single ε can be stated"
+
+
+def releases_before_training(ledger: Ledger) -> str:
+    """How many queries were answered once, to be read after the number of rounds; "" if none."""
+    once = len(ledger) - ledger.training_rounds
+    return f", {once} release{'s' * (once > 1)} before training" if once else ""
 
 
 def _print_run(cost: Any, at: float, accountant: str) -> None:

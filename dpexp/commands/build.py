@@ -192,11 +192,9 @@ def features_map(cfg: DictConfig) -> Any:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)  # weights that the map draws are the same in the job and where its model predicts
         by = as_map(make("data.features_of", cfg.data.features_of))
-    node = OmegaConf.to_container(cfg.data.features_of)
-    files = {f"{run}/weights.safetensors": "run" for run in _values(node, "run")}  # of dpexp.load
-    for path, key in (files | dict.fromkeys(map(str, _values(node, "weights")), "weights")).items():
-        if path.endswith(".safetensors"):
-            _refuse_non_private_weights(cfg, f"data.features_of.{key}", Path(path).expanduser())
+    for path in map(str, _values(OmegaConf.to_container(cfg.data.features_of), "weights")):
+        if path.endswith(".safetensors"):  # else it is an argument of the network's own
+            _refuse_non_private_weights(cfg, "data.features_of.weights", Path(path).expanduser())
     return by
 
 

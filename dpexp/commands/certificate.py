@@ -20,7 +20,7 @@ from dpexp.accounting.ledger.events import is_number, neighbours
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import FIGURES, TAIL, gaussian, in_words, risk
 from dpexp.accounting.rounding import up
-from dpexp.commands.account import console, delta_of, source_of
+from dpexp.commands.account import console, delta_of, releases_before_training, source_of
 from dpexp.commands.command_line import is_option, read_options
 from dpexp.config import tracking_uri
 from dpexp.errors import ClaimRefuted, ConfigError
@@ -209,9 +209,8 @@ def _counted(event: Any, count: int) -> dict[str, Any]:
 def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
     rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
-    once = len(ledger) - ledger.training_rounds
-    before = f" and {once} release{'s' * (once > 1)} before them" * bool(once)
-    console.print(f"ε = {rounded} by pld at δ = {at}, {escape(holds)}; {ledger.training_rounds} rounds{before}")
+    rounds = f"{ledger.training_rounds or 'no'} rounds{releases_before_training(ledger)}"
+    console.print(f"ε = {rounded} by pld at δ = {at}, {escape(holds)}; {rounds}")
     figures = {name: guarantee[name] for name in FIGURES if guarantee[name] is not None}
     console.print(f"In words: {escape(in_words(figures, ledger.unit))}{gaussian(figures)}")
     if ledger.not_private_reason is not None:

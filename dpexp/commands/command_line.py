@@ -97,7 +97,7 @@ Options:
 `python -m dpexp verify CERTIFICATE` computes a certificate again: from the ledger beside it, and ε by dp-accounting.
 
 CERTIFICATE is a file, or a run as `certificate` takes it. The exit status is not 0 if it is refuted.""",
-    "version": "`python -m dpexp version` prints the versions and the machine, for reports of bugs.",
+    "version": "`python -m dpexp version` prints versions and the machine, for bug reports.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.
 
@@ -213,8 +213,8 @@ def as_audit(arguments: Sequence[str]) -> list[str]:
     return [*arguments, *audit, "train=false"]
 
 
-def of_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a job whose options are a file that `copy` wrote; any others are returned as they are."""
+def with_config_file(arguments: Sequence[str]) -> list[str]:
+    """Turns `FILE.yaml OVERRIDE ...`, a file that `copy` wrote, into Hydra's arguments; returns others unchanged."""
     if not arguments or not arguments[0].endswith(".yaml"):
         return [*arguments]
     path, others = Path(arguments[0]).resolve(), arguments[1:]
@@ -324,7 +324,7 @@ def help(arguments: Sequence[str]) -> str:
         raise ConfigError(f"help {' '.join(names)}: one name at a time.")
     (name,) = names
     described = [COMMANDS[name]] if name in COMMANDS else []
-    described += [text for text in [decisions().get(name)] if text]
+    described += [text for text in [group_descriptions().get(name)] if text]
     described += [_described(name, path) for path in groups.get(name, ())]
     values = _values()
     if not described and name not in values:
@@ -335,7 +335,7 @@ def help(arguments: Sequence[str]) -> str:
 
 def _overview(groups: dict[str, list[Path]]) -> str:
     commands = [usage.partition("\n")[0] for usage in COMMANDS.values()]
-    about = {group: f"\n    {text}" for group, text in decisions().items()}
+    about = {group: f"\n    {text}" for group, text in group_descriptions().items()}
     options = [
         f"{group}: {', '.join(path.stem for path in paths)}{about.get(group, '')}" for group, paths in groups.items()
     ]
@@ -346,7 +346,7 @@ def _overview(groups: dict[str, list[Path]]) -> str:
     ])  # fmt: skip
 
 
-def decisions() -> dict[str, str]:
+def group_descriptions() -> dict[str, str]:
     """What each configuration group decides: the comments of the defaults in config.yaml."""
     defaults = re.sub(r"\n +# *", " ", (CONF / "config.yaml").read_text().partition("\n\n")[0])
     return dict(re.findall(r"^  - (?:override )?([\w/]+): .*?  # (.*)$", defaults, re.MULTILINE))

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from dpexp.commands.command_line import as_overrides, check, of_file
+from dpexp.commands.command_line import as_overrides, check, with_config_file
 from dpexp.config import CONF
 from dpexp.errors import ConfigError
 
@@ -42,7 +42,7 @@ def copy(arguments: Sequence[str]) -> None:
     for key, line in _keyed(OmegaConf.to_yaml(cfg)):
         lines += [re.match(" *", line)[0] + comment for comment in comments[key] if key] + [line]  # type: ignore[index]
     path.write_text("\n".join([*lines, "", hydra]))
-    _, folder, _, name, *searchpath = of_file([str(path)])
+    _, folder, _, name, *searchpath = with_config_file([str(path)])
     with suppress(HydraException), initialize_config_dir(folder, version_base="1.3"):
         if OmegaConf.to_container(compose(name, searchpath)) == OmegaConf.to_container(cfg):
             print(f"Edit {path}, and run it: python -m dpexp {path}")
@@ -52,7 +52,7 @@ def copy(arguments: Sequence[str]) -> None:
 
 
 def _keyed(text: str, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The lines of a YAML text, each with the dotted key that it begins with, or ""."""
+    """Each line of a YAML text with its dotted key; "" where a line has none."""
     path: list[str] = []
     for line in text.splitlines():
         if key := re.match(r"( *)'?([\w/.]+)'?:( |$)", line):

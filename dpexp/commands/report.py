@@ -51,7 +51,7 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def _run(job: Path) -> dict[str, Any]:
-    """What the page says of a job; one that has not finished has no result."""
+    """The values of a job for the page; `result` is empty if it has not finished."""
     cfg, given, result = (job / path for path in (".hydra/config.yaml", ".hydra/overrides.yaml", "result.json"))
     targets = (OmegaConf.select(OmegaConf.load(cfg), key) for key in ("model._target_", "data.module._target_"))
     model, data = (str(target).rpartition(".")[2] for target in targets)

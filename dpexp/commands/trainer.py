@@ -102,7 +102,7 @@ def trainer_for(
 
 
 def _loggers(cfg: DictConfig, output: Path) -> Iterator[pl.loggers.logger.Logger]:
-    """Lightning's loggers that `logger` names, each behind one that passes on metrics alone."""
+    """The configured Lightning loggers, each wrapped so that it gets only metrics."""
     from dpexp.tracking.run import MetricsLogger  # imports MLflow
 
     for name, node in cfg.logger.items():

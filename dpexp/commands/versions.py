@@ -1,4 +1,4 @@
-"""`python -m dpexp version`: what a report of a bug needs."""
+"""`python -m dpexp version`: versions and machine, for bug reports."""
 
 import os
 import platform

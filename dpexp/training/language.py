@@ -75,7 +75,8 @@ class LanguageModel(Classifier):
     set's tokens, each record's first excepted; and that of always giving the frequencies of these tokens."""
 
     OBJECTIVES = ("test_loss", "test_perplexity")
-    _total, _labels = 0.0, torch.zeros(0)
+    _total = 0.0
+    _labels: tuple[Tensor, ...] = (torch.zeros(0),)
 
     def metrics(self, stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
         return {f"{stage}_loss": loss}
@@ -85,15 +86,16 @@ class LanguageModel(Classifier):
         labels = batch["labels"][:, 1:]
         if len(labels := labels[labels != IGNORED]):
             self._total += float(loss) * len(labels)
-            self._labels = torch.cat([self._labels, labels.cpu()])
+            self._labels = (*self._labels, labels.cpu())
 
     def on_validation_epoch_end(self) -> None:
-        if tokens := len(self._labels):
+        labels = torch.cat(self._labels)
+        if tokens := len(labels):
             loss = torch.tensor(self._total / tokens, dtype=torch.float64)
-            entropy = Categorical(self._labels.unique(return_counts=True)[1].double()).entropy()
+            entropy = Categorical(labels.unique(return_counts=True)[1].double()).entropy()
             found = {"loss": loss, "perplexity": loss.exp(), "unigram_perplexity": entropy.exp()}
             self.log_dict({f"test_{name}": value.float() for name, value in found.items()})
-        self._total, self._labels = 0.0, torch.zeros(0)
+        self._total, self._labels = 0.0, (torch.zeros(0),)
 
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end()

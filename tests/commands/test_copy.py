@@ -8,7 +8,7 @@ from hydra import initialize_config_dir
 from jobs import result_of
 from omegaconf import OmegaConf
 
-from dpexp.commands.command_line import compose, of_file
+from dpexp.commands.command_line import compose, with_config_file
 from dpexp.commands.copy_options import copy
 from dpexp.config import CONF
 from dpexp.errors import ConfigError
@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
 def test_a_copy_composes_to_the_same_options(overrides):
     given = compose(*overrides)
     copy([*overrides, "my own.yaml"])
-    _, folder, _, name, *searchpath = of_file(["my own.yaml"])
+    _, folder, _, name, *searchpath = with_config_file(["my own.yaml"])
     with initialize_config_dir(folder, version_base="1.3"):
         copied = compose_by_hydra(name, searchpath, return_hydra_config=True)
     options = OmegaConf.to_container(copied)

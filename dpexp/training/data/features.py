@@ -79,7 +79,7 @@ class Features(TensorData):
 
 
 def _records(of: pl.LightningDataModule, name: str) -> TensorDataset:
-    """The records of a loader that yields (x, y) of its whole data set."""
+    """The TensorDataset of a loader, which must yield all of its (x, y) unchanged."""
     loader = getattr(of, f"{name}_dataloader")()
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"data.features_of: the {name} loader is a {type(loader).__name__} instead of a DataLoader.")
@@ -108,15 +108,16 @@ def _records(of: pl.LightningDataModule, name: str) -> TensorDataset:
 def cached_features(x: Tensor, by: Map, folder: Path) -> Tensor:
     """The features of x, read from their file if there is one; otherwise computed, and written to it.
 
-    The features of some records are computed twice: one by one, by a map that has seen a record of zeros; and by a copy
-    of it that has seen records out of range, from the last to the first, as many at once as it allows.
+    First some records' features are computed twice: by the map, one record at a time; and by a copy of it, in reverse
+    order, `at_once` records at a time. Before, the map gets a record of zeros, and the copy others, so that a map that
+    keeps state gives different features.
     """
     each = int(getattr(by, "at_once", 1))
     some = x[torch.linspace(0, len(x) - 1, min(len(x), max(_COMPARED, 2 * each))).long()]
     unused = copy.deepcopy(by)
     for one, odd in (
         (by, torch.zeros_like(some[:1])),
-        (unused, 1000 * some[:each] if some.is_floating_point() else some),
+        (unused, 1000 * some[:each] if some.is_floating_point() else some[-1:].clone()),
     ):
         with contextlib.suppress(Exception), torch.no_grad():
             one(odd)
@@ -185,7 +186,7 @@ class OnFeatures(nn.Module):
         self.by, self.model = by, model
 
     def forward(self, x: Tensor) -> Any:
-        """Features are computed at the precision of x, as those that the model was trained on."""
+        """Computes features at the precision of x, as for training, and applies the model to them."""
         with torch.autocast(x.device.type, enabled=False):
             features = compute_features(x, self.by)
         weight = next(self.model.parameters(), features)
