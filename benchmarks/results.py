@@ -79,7 +79,7 @@ ROWS = {
 }  # fmt: skip
 
 
-SPEED = ("trainer.threads", "trainer.max_physical_batch_size", "trainer.num_workers")
+SPEED = ("trainer.compile", "trainer.threads", "trainer.max_physical_batch_size", "trainer.num_workers")
 ASIDE = ("tracking.", "data.root=", "data.cache=", *(f"{key}=" for key in SPEED))  # what changes no figure
 
 
