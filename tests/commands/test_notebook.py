@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import dpexp
+from dpexp.commands.build import module_of
 from dpexp.commands.command_line import check
 from dpexp.config import CONF
 from dpexp.errors import ConfigError
@@ -34,11 +35,14 @@ def test_one_composes_again_and_with_options_of_ones_own(tmp_path):
             dpexp.plan(dpexp.compose(override))
 
 
-def test_every_experiment_and_sweep_composes():
+def test_every_experiment_and_sweep_composes_and_has_a_model():
+    of_ones_own = ("table", "finetune_lm", "finetune_classifier")  # users give what their data are
     for path in CONF.glob("experiment/*.yaml"):
-        of_ones_own = path.stem in ("table", "finetune_lm", "finetune_classifier")  # users give what their data are
-        known = ["data.n=9"] if of_ones_own else []
-        assert dpexp.compose(f"experiment={path.stem}", "data.root=.", *known).data.n > 0
+        known = ["data.n=9"] if path.stem in of_ones_own else []
+        cfg = dpexp.compose(f"experiment={path.stem}", "data.root=.", *known)
+        assert cfg.data.n > 0
+        if path.stem not in (*of_ones_own, "e2e_gpt2", "mnli_roberta"):  # whose models are files
+            assert [*module_of(cfg).parameters()], path.stem
     for path in CONF.glob("sweep/*.yaml"):
         params = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
         values = {key: str(given).split(", ") for key, given in params.items() if "(" not in str(given)}
