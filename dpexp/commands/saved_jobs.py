@@ -171,7 +171,7 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     except MisconfigurationException as error:
         raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
     metrics = {name: value for part in found for name, value in part.items()}
-    print_tested(metrics, getattr(data, "class_names", None))
+    print_tested(metrics, getattr(data, "class_names", None), saved.cfg.data.class_weights is not None)
     for name, value in metrics.items():
         console.print(f"{name}: {measured(name, value)}")
     return metrics

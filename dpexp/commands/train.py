@@ -145,7 +145,8 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
         _write(result | {CONFIGURATION: configuration}, output)
     if trial is None:
-        terminal.print_result(result, output, tracked.address if tracked else None)
+        weighted = cfg.data.class_weights is not None
+        terminal.print_result(result, output, tracked.address if tracked else None, weighted)
     else:
         terminal.print_trial(trial, result)
     return objective(cfg, result)

@@ -120,8 +120,8 @@ def rounds_to_train(trainer: pl.Trainer, plan: PrivacyPlan) -> int:
     if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
             f"trainer.max_epochs={trainer.max_epochs} ends before the plan's {rounds} rounds, which take "
-            f"{epochs} epoch{'s' * (epochs != 1)} of 1/q rounds; leave it out, or plan fewer rounds, which need less "
-            "noise."
+            f"{epochs} epoch{'s' * (epochs != 1)} of 1/q rounds; give max_epochs=-1, or plan fewer rounds, which need "
+            "less noise."
         )
     if -1 < trainer.max_steps < rounds:
         warnings.warn(

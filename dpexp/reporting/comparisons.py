@@ -137,8 +137,9 @@ class Best:
         """The number of runs, the confidence interval, and the comparison with the others."""
         runs = "1 run" if self.row["runs"] == 1 else f"mean of {self.row['runs']} runs"
         interval = "no interval" if math.isnan(self.margin) else f"95 % interval ± {self.margin:.2%}"
-        above = f"; significantly above {self.others - len(self.tied)} of {self.others} others" if self.others else ""
-        return f"{runs}, {interval}{above}"
+        if not self.others or math.isnan(self.margin):
+            return f"{runs}, {interval}"
+        return f"{runs}, {interval}; significantly above {self.others - len(self.tied)} of {self.others} others"
 
 
 def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFrame, list[str]]:

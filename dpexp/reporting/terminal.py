@@ -292,14 +292,15 @@ def print_missed(reason: str, output: Path) -> None:
     )
 
 
-def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None:
+def print_result(result: dict[str, Any], output: Path, runs: str | None, weighted: bool) -> None:
     """Prints the result of a job, and where its files are.
 
     Args:
         runs: the address of the list of runs.
+        weighted: whether classes were weighted.
     """
     if result["metrics"]:
-        print_tested(result["metrics"], result.get("class_names"), f" after {result['seconds']:.0f} s")
+        print_tested(result["metrics"], result.get("class_names"), weighted, f" after {result['seconds']:.0f} s")
     if result.get("released"):
         values = [
             f"{escape(name)} {one['estimate']:.4g}" + (f" ± {one['sd']:.2g}" if one["sd"] else "")
@@ -330,8 +331,13 @@ def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:
     )
 
 
-def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, after: str = "") -> None:
-    """Prints what the test set shows, and what always giving its most frequent class would reach."""
+def print_tested(
+    metrics: dict[str, float], class_names: Sequence[str] | None, weighted: bool = False, after: str = ""
+) -> None:
+    """Prints what the test set shows, and what always giving its most frequent class would reach.
+
+    Weighted classes trade accuracy for the recall of rare ones, so that less than the latter is no failure.
+    """
     if "test_accuracy" in metrics:
         accuracy, majority = metrics["test_accuracy"], metrics.get("test_majority_accuracy")
         beside = "" if majority is None else f"; always its most frequent class: {majority:.2%}"
@@ -340,7 +346,7 @@ def print_tested(metrics: dict[str, float], class_names: Sequence[str] | None, a
             return
         of_classes = _recalls(metrics, class_names)
         _print(f"Balanced accuracy {metrics['test_balanced_accuracy']:.2%}, AUC {metrics['test_auc']:.3f}{of_classes}")
-        if accuracy <= majority:
+        if accuracy <= majority and not weighted:
             _print(
                 "[bold red]The model is no better than always giving the most frequent class.[/] More records, a "
                 "larger privacy.epsilon or a model with fewer weights would help; if classes are rare, "

@@ -5,6 +5,7 @@ import shlex
 from importlib import import_module
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -214,6 +215,18 @@ def test_relative_links_lead_somewhere(page):
             assert (page.parent / path).absolute().is_relative_to(DOCS), f"{target} leaves the site"
     for included, _, section in re.findall(r'^--8<-- "([\w.]+)(:(\w+))?"', text, re.M):
         assert not section or f"--8<-- [start:{section}]" in (ROOT / included).read_text()
+
+
+def test_links_of_tutorials_lead_to_the_sites_folders(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    changed = import_module("tutorial_links").on_page_content
+    html = '<a href="../own.md#groups">x</a><a href="loop.ipynb">y</a><a href="https://example.org/a.md">z</a>'
+    notebook = SimpleNamespace(file=SimpleNamespace(src_path="tutorials/table.ipynb"))
+    assert re.findall('href="(.*?)"', changed(html, notebook)) == [
+        "../../own/#groups",
+        "../loop/",
+        "https://example.org/a.md",
+    ]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)

@@ -38,11 +38,11 @@ def test_recall_by_class_balanced_accuracy_and_the_majoritys_share_are_those_of_
     assert f"{RECALL}1" not in found or classes == 2  # a class that the test set lacks
 
 
-@pytest.mark.parametrize("right, warned", [(0.0, True), (0.5, False)])
-def test_a_model_that_is_no_better_than_the_majority_is_said_to_be(right, warned, capsys):
+@pytest.mark.parametrize("right, weighted, warned", [(0.0, False, True), (0.5, False, False), (0.0, True, False)])
+def test_a_model_that_is_no_better_than_the_majority_is_said_to_be(right, weighted, warned, capsys):
     scores, y = skewed(2, 0.09, right)
     metrics = {name: float(value) for name, value in _metrics_of_all(scores, y).items()}
-    print_tested(metrics | {"test_accuracy": float((scores.argmax(1) == y).float().mean())}, ["no", "yes"])
+    print_tested(metrics | {"test_accuracy": float((scores.argmax(1) == y).float().mean())}, ["no", "yes"], weighted)
     printed = " ".join(capsys.readouterr().out.split())
     assert "always its most frequent class: 91.00%" in printed and f"yes {right:.1%}" in printed
     assert ("no better than always giving the most frequent class" in printed) == warned

@@ -105,6 +105,12 @@ def test_a_block_never_crosses_documents_or_users(folder):
     assert {*seen} == {(k // 3, k + 2) for k in range(len(some))}
 
 
+@pytest.mark.parametrize("tuning", ["all", "lora"])
+def test_every_fine_tuning_fits_the_experiment(folder, dpexp_job, tuning):
+    output = dpexp_job(*JOB, f"fine_tuning={tuning}", "data.n=640", "train=false", "tracking=none")
+    assert json.loads((output / "result.json").read_text())["rounds"] == 30
+
+
 @pytest.mark.parametrize("unit", ["block", "user"])
 def test_one_more_or_less_moves_the_released_sum_by_at_most_s(folder, dpexp_job, unit):
     options = {

@@ -217,7 +217,7 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
     """
     for key, value, what in (
         ("schema", schema, "a file that python -m dpexp schema writes"), ("target", target, "the column to predict"),
-        ("person", person, "the word row, or the column that identifies a person, as whom ε protects"),
+        ("person", person, "whom ε protects: row, or the column that identifies a person"),
     ):  # fmt: skip
         if value is None:
             raise ConfigError(f"data.{key} must be given: {what}.")
