@@ -46,8 +46,8 @@ def report(arguments: Sequence[str]) -> None:
     shown = {"measured": measured, "up": up, "in_words": guarantee_in_words, "baselines": BASELINES}
     shown |= {"runs": runs, "delta": delta, "not_covered": NOT_COVERED.replace("`", "").splitlines()}
     shown["claims"] = {(run["result"]["adjacency"], run["result"]["delta"]) for run in runs if "delta" in run["result"]}
-    shown["is_private"] = all(run["result"].get("private", True) for run in runs)
-    shown["is_private"] &= all(ledger.not_private_reason is None for ledger in ledgers)
+    is_private = all(run["result"].get("private", True) for run in runs)
+    shown["is_private"] = is_private and all(ledger.not_private_reason is None for ledger in ledgers)
     shown["together"] = ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta)
     shown["pictures"] = [one for folder in named if folder not in found for one in _pictures(folder)]
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
