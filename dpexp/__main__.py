@@ -53,7 +53,8 @@ FUNCTIONS = {
     "version": "dpexp.commands.versions",
 }
 HELP = {"--help", "-h"}
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+              errno.EISDIR)  # fmt: skip
 _format_warning = warnings.formatwarning
 
 

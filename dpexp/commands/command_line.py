@@ -156,7 +156,7 @@ def check(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{argument}: no audit is chosen; add audit=dirac.")
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
-            for option in value.split(","):
+            for option in value.strip("[]").split(","):
                 if option not in options and option.replace("_", "").isalnum():
                     raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
 
@@ -217,8 +217,13 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     """Turns `FILE.yaml OVERRIDE ...`, a file that `copy` wrote, into Hydra's arguments; returns others unchanged."""
     if not arguments or not arguments[0].endswith(".yaml"):
         return [*arguments]
-    path, others = Path(arguments[0]).resolve(), arguments[1:]
-    if chosen := [one for one in others if "=" in one and (CONF / one.partition("=")[0].lstrip("+")).is_dir()]:
+    path, others, found = Path(arguments[0]).resolve(), arguments[1:], None
+    with suppress(OSError, UnicodeError):
+        found = yaml.safe_load(path.read_text())
+    if not isinstance(found, dict) or "defaults" not in found:
+        raise ConfigError(f"{arguments[0]} is no file of options, as python -m dpexp copy FILE.yaml writes one.")
+    keys = {one: one.partition("=")[0].lstrip("+") for one in others if "=" in one}
+    if chosen := [one for one, key in keys.items() if (CONF / key).is_dir() and not key.startswith("hydra/")]:
         raise ConfigError(f"{chosen[0]} would not replace the values in {arguments[0]}; edit it, or copy again.")
     searchpath = QuotedString(f"file://{CONF}", Quote.single).with_quotes()
     return ["--config-path", str(path.parent), "--config-name", path.stem, *others, f"hydra.searchpath=[{searchpath}]"]
@@ -245,7 +250,7 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
 
 def sentence(error: HydraException | OmegaConfBaseException) -> str:
     """An error of Hydra or OmegaConf as one sentence, with what would be accepted."""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if isinstance(cause, ConfigError):  # of a sweeper that Hydra makes
         return str(cause)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
@@ -271,7 +276,8 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         extras = "joblib, slurm, ray or optuna"
         return f"{plugin[1]}={plugin[2]} is not installed; pip install 'dpexp[EXTRA]' with EXTRA {extras}."
     if isinstance(cause, OmegaConfBaseException):
-        return f"{cause.full_key if cause is error else override}: {str(cause).splitlines()[0].rstrip('.')}."
+        where_is_lost = cause is error or override.startswith("In ")
+        return f"{cause.full_key if where_is_lost else override}: {str(cause).splitlines()[0].rstrip('.')}."
     return f"{override}."
 
 

@@ -18,7 +18,7 @@ from dpexp.errors import ConfigError
 def copy(arguments: Sequence[str]) -> None:
     """Writes the file, and prints how it is run."""
     given = [argument for argument in arguments if "=" in argument or argument.startswith("~")]
-    names, asked = [one for one in arguments if one not in given], " ".join(arguments)
+    names, asked = [one for one in arguments if one not in given], " ".join(" ".join(arguments).split())
     if len(names) != 1 or not names[0].endswith(".yaml") or any(re.match("hydra|sweep=", one) for one in given):
         raise ConfigError(f"copy {asked}: give the options of one job, and one FILE.yaml to write.")
     if (path := Path(names[0])).exists():
@@ -41,6 +41,7 @@ def copy(arguments: Sequence[str]) -> None:
     lines = [f"# python -m dpexp copy {asked}", *comments["experiment"], defaults]
     for key, line in _keyed(OmegaConf.to_yaml(cfg)):
         lines += [re.match(" *", line)[0] + comment for comment in comments[key] if key] + [line]  # type: ignore[index]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*lines, "", hydra]))
     _, folder, _, name, *searchpath = with_config_file([str(path)])
     with suppress(HydraException), initialize_config_dir(folder, version_base="1.3"):
@@ -48,7 +49,7 @@ def copy(arguments: Sequence[str]) -> None:
             print(f"Edit {path}, and run it: python -m dpexp {path}")
             return
     path.unlink()
-    raise ConfigError(f"copy {asked}: a file takes no ~key and no +trainer.key; give these when it is run.")
+    raise ConfigError(f"copy {asked}: a file takes no ~key and no new +key; give these when it is run.")
 
 
 def _keyed(text: str, prefix: str = "") -> Iterator[tuple[str, str]]:

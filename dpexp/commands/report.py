@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.accounting.rounding import up
@@ -44,19 +45,29 @@ def report(arguments: Sequence[str]) -> None:
     template = Environment(loader=PackageLoader("dpexp.reporting", ""), autoescape=True).get_template("report.html")
     shown = {"measured": measured, "up": up, "in_words": guarantee_in_words, "baselines": BASELINES}
     shown |= {"runs": runs, "delta": delta, "not_covered": NOT_COVERED.replace("`", "").splitlines()}
+    shown["claims"] = {(run["result"]["adjacency"], run["result"]["delta"]) for run in runs if "delta" in run["result"]}
+    is_private = all(run["result"].get("private", True) for run in runs)
+    shown["is_private"] = is_private and all(ledger.not_private_reason is None for ledger in ledgers)
     shown["together"] = ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta)
     shown["pictures"] = [one for folder in named if folder not in found for one in _pictures(folder)]
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     Path(cfg.out).write_text(template.render(shown))
     console.print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {cfg.out}", markup=False)
 
 
 def _run(job: Path) -> dict[str, Any]:
     """The values of a job for the page; `result` is empty if it has not finished."""
-    cfg, given, result = (job / path for path in (".hydra/config.yaml", ".hydra/overrides.yaml", "result.json"))
-    targets = (OmegaConf.select(OmegaConf.load(cfg), key) for key in ("model._target_", "data.module._target_"))
+    result = job / "result.json"
+    try:
+        cfg, given, hydra = (OmegaConf.load(job / f".hydra/{name}.yaml") for name in ("config", "overrides", "hydra"))
+        found = json.loads(result.read_text()) if result.exists() else {}
+    except (OSError, ValueError, YAMLError) as error:
+        raise ConfigError(f"{job} has a damaged file of its job: {' '.join(str(error).split())}.") from error
+    targets = (OmegaConf.select(cfg, key) for key in ("model._target_", "data.module._target_"))
     model, data = (str(target).rpartition(".")[2] for target in targets)
-    overrides = without_passwords(shlex.join(map(str, OmegaConf.load(given))))
-    found = json.loads(result.read_text()) if result.exists() else {}
+    file = OmegaConf.select(hydra, "hydra.job.config_name")
+    words = [*map(str, given)] if file in (None, "config") else [f"{file}.yaml", *map(str, given)]
+    overrides = without_passwords(shlex.join(words))
     return {"title": f"{model} on {data}", "overrides": overrides, "result": found, "pictures": _pictures(job)}
 
 

@@ -80,12 +80,13 @@ def trainer_for(
         "log_every_n_steps": 1,
         "enable_model_summary": False,
     }
+    loggers = [*_loggers(cfg, output)] if cfg.logger and not processes.rank() else False
     try:
         trainer = pl.Trainer(
             max_epochs=-1,
             max_steps=rounds,
             check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.num_evaluations))),
-            logger=[*_loggers(cfg, output)] if cfg.logger and not processes.rank() else False,
+            logger=loggers,
             callbacks=callbacks,
             default_root_dir=output,
             enable_checkpointing=False,

@@ -323,7 +323,8 @@ def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:
     """ε and δ of a result, what an attacker may find, and what one record may change."""
     spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
     unit, delta = result.get("unit", "record"), up(result["delta"], 4)
-    ratio = up(math.exp(min(next(iter(result["epsilon"].values())), 700)), 3)
+    first = next(iter(result["epsilon"].values()))
+    ratio = up(math.exp(first) if first < 700 else math.inf, 3)
     return (
         f"ε = {spent}, δ = {delta}, {neighbours(result['adjacency'], unit)}{gaussian(result['risk'])}",
         f"{in_words(result['risk'], unit)}.",

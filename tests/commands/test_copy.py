@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from dpexp.commands.command_line import compose, with_config_file
 from dpexp.commands.copy_options import copy
+from dpexp.commands.saved_jobs import resume
 from dpexp.config import CONF
 from dpexp.errors import ConfigError
 
@@ -20,6 +21,7 @@ JOBS = [
     ("experiment=mnist_users", "privacy.budget={epsilon: 8, delta: 1e-5}"),
     ("mechanism=joint", "clip_norm=fixed", "alpha=fixed", "clip_norm.value=0.5", "+model.width=3"),
     ("noise=banded", "preprocessing=[pca]", "audit=dirac", "logger=[csv,tensorboard]", "batchnorm=private"),
+    ("data.id='two\nlines: x'",),
     ("trainer=gpu", "schedule.z={linear: [2, 1]}", "privacy_unit=user"),
 ]
 
@@ -73,6 +75,38 @@ def test_an_edited_copy_runs_with_overrides(dpexp_job, tmp_path, capsys):
         dpexp_job("my.yaml", "model=cnn")
 
 
+def test_an_interrupted_job_of_a_file_goes_on_with_its_options(dpexp_job, tmp_path):
+    dpexp_job("copy", "model=logistic", "tracking=none", "sampling.steps=2", "privacy.noise_multiplier=2", "my.yaml")
+    output = dpexp_job("my.yaml", "seed=7", "trainer.num_evaluations=0")
+    (output / "last.ckpt").touch()  # as if it had been killed
+    _, folder, _, name, *others = resume([str(output)])
+    with initialize_config_dir(folder, version_base="1.3"):
+        again = OmegaConf.to_container(compose_by_hydra(name, others), resolve=True)
+    before = OmegaConf.to_container(OmegaConf.load(output / "config.yaml"))
+    assert again.pop("checkpoint")["resume"] and before.pop("checkpoint") and before.pop("rounds") == 2
+    assert again.pop("rounds") is None and again == before
+
+
+def test_only_a_file_of_options_is_run(dpexp_job, tmp_path):
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "list.yaml").write_text("[1]")
+    (tmp_path / "latin.yaml").write_bytes(b"seed: \xe9")
+    (tmp_path / "values.yaml").write_text("seed: 1")
+    for name in ("nowhere", "folder", "list", "latin", "values"):
+        with pytest.raises(ConfigError, match=f"{name}.yaml is no file of options, as python -m dpexp copy"):
+            with_config_file([f"{name}.yaml"])
+    dpexp_job("copy", "my.yaml")
+    whole = (tmp_path / "my.yaml").read_text()
+    for old, new, said in (
+        ("\nseed: 0", "\nsede: 0", r"^dpexp: sede: there is no key 'sede'; did you mean 'seed'\?"),
+        ("\nseed: 0", "\nseed: many", "^dpexp: seed: Value 'many' .*Integer"),
+    ):
+        (tmp_path / "my.yaml").write_text(whole.replace(old, new))
+        with pytest.raises(SystemExit, match=said):
+            dpexp_job("my.yaml")
+    assert "hydra/sweeper=grid" in with_config_file(["my.yaml", "hydra/sweeper=grid"])
+
+
 def test_what_cannot_be_copied_is_refused(tmp_path):
     (tmp_path / "there.yaml").write_text("mine")
     for arguments, said in (
@@ -81,8 +115,8 @@ def test_what_cannot_be_copied_is_refused(tmp_path):
         (["seed=1", "my.txt"], "one FILE.yaml"),
         (["-m", "my.yaml"], "give the options of one job"),
         (["sweep=digits", "my.yaml"], "give the options of one job"),
-        (["~model.shape", "my.yaml"], "a file takes no ~key and no +trainer.key"),
-        (["+trainer.max_time='00:01:00:00'", "my.yaml"], "a file takes no ~key and no +trainer.key"),
+        (["~model.shape", "my.yaml"], "a file takes no ~key and no new +key"),
+        (["+trainer.max_time='00:01:00:00'", "my.yaml"], "a file takes no ~key and no new +key"),
         (["model=cn", "my.yaml"], "model has no option 'cn'; did you mean 'cnn'"),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):

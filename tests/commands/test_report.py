@@ -74,9 +74,29 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
     assert table["inf"][1:4] == ["not private", "", "3"] and table["8"][1:] == ["not finished", "", "", ""]
     ledgers = [read_ledger(folder / name / "ledger.jsonl") for name in ("0", "2")]
     together = up(epsilon(concatenate(ledgers), 1e-4), 4)
-    assert f"with 1 earlier run on these data, ε = {together} at δ = 0.0001." in page.text
+    assert f"with 1 earlier run on these data, ε = {together} at δ = 0.0001. It covers no run that is" in page.text
     assert page.text.count("No ε covers what this run shows.") == 1 and "This run has not finished." in page.text
     assert (tmp_path / "report.html").read_text().count('alt="curve"') == 1
+
+
+def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(dpexp_job, tmp_path):
+    for number, options in enumerate((["sampling=fixed_size"], ["privacy.delta=1e-6", "diagnostics=unsafe"])):
+        dpexp_job(*QUICK, *options, "tracking=none", "accountant=rdp", f"hydra.run.dir={tmp_path}/{number}")
+    dpexp_job("copy", *QUICK, "tracking=none", "my.yaml")
+    dpexp_job("my.yaml", "seed=1", f"hydra.run.dir={tmp_path}/2")
+    dpexp_job("report", *(str(tmp_path / number) for number in "012"))
+    page = Page(tmp_path / "report.html")
+    (first, second, third) = (row for row in page.rows[1:4])
+    assert first[1].endswith("at δ = 0.0001, replace_one") and third[1].endswith("at δ = 0.0001, add_remove")
+    assert second[1].endswith("at δ = 1e-06, add_remove not private")
+    assert "It covers no run that is not private." in page.text
+    assert "python -m dpexp my.yaml seed=1" in page.text and third[0] == "my.yaml seed=1"
+    (tmp_path / "0" / "result.json").write_text("{")
+    with pytest.raises(ConfigError, match="0 has a damaged file of its job"):
+        report([str(tmp_path / "0")])
+    dpexp_job("report", str(tmp_path / "1"), "out=new/x.html")
+    with pytest.raises(SystemExit, match=r"^dpexp: new cannot be written: Is a directory"):
+        dpexp_job("report", str(tmp_path / "1"), "out=new")
 
 
 def test_a_report_of_nothing_is_refused(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpexp.accounting.rounding import down, up
+from dpexp.reporting.terminal import guarantee_in_words
 
 PACKAGE = Path(__file__).parents[2] / "dpexp"
 
@@ -78,3 +79,10 @@ def test_nothing_else_formats_an_epsilon():
         f"{path}:{line}" for path in sorted(PACKAGE.rglob("*.py")) for line in formats(ast.parse(path.read_text()))
     ]
     assert not found
+
+
+def test_no_finite_factor_is_claimed_for_an_epsilon_beyond_floats():
+    figures = {"advantage": 1.0, "tpr_at_fpr_0.001": 1.0, "tpr_at_fpr_0.01": 1.0}
+    for spent, said in ((1.0, "2.72-fold"), (800.0, "inf-fold")):
+        result = {"epsilon": {"pld": spent}, "delta": 1e-5, "adjacency": "add_remove", "risk": figures}
+        assert f"at most {said}, plus 1e-05" in guarantee_in_words(result)[2]

@@ -70,6 +70,7 @@ def test_tensorboards_file_has_no_times(dpexp_job):
     "options, said",
     [
         ("logger=wandb", "logger has no option 'wandb'"),
+        ("logger=[csv,wandb]", "logger has no option 'wandb'"),
         ("+logger.mine._target_=pytorch_lightning.loggers.WandbLogger", "logger.mine: WandbLogger may write times"),
         ("+trainer.logger=true", "choose tracking, or logger at the top level"),
     ],

@@ -110,6 +110,39 @@ def test_a_maximum_so_far_is_refused_also_where_the_compared_records_have_the_sa
         Features(TensorData(*[(torch.ones(9, 4), torch.zeros(9))] * 2), RunningMaximum(), str(tmp_path / "cache"))
 
 
+class OfTheLargest:
+    at_once = 8
+
+    def __call__(self, x):
+        return x / x.abs().amax().clamp(min=1e-9)
+
+
+def maximum_of_all_calls():
+    most = [torch.tensor(1e-9)]
+
+    def by(x):
+        most[0] = torch.maximum(most[0], x.abs().max())
+        return x / most[0]
+
+    return by
+
+
+@pytest.mark.parametrize("by", [OfTheLargest(), maximum_of_all_calls()])
+def test_the_largest_of_several_records_is_refused_also_where_the_compared_records_have_the_same(by, tmp_path):
+    x = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 1
+    with pytest.raises(ConfigError, match="must depend on that record alone"):
+        Features(TensorData((x, x[:, 1]), (x[:3], x[:3, 1])), by, str(tmp_path / "cache"))
+
+
+def test_a_map_may_refuse_large_records(tmp_path):
+    def by(x):
+        assert x.abs().max() < 100
+        return 2 * x
+
+    assert torch.equal(Features(data(), by, str(tmp_path / "cache")).train.tensors[0], 2 * data().train.tensors[0])
+
+
 def test_what_a_map_keeps_of_the_first_record_where_no_copy_has_its_own_is_of_no_record(tmp_path):
     kept = []
 

@@ -108,21 +108,22 @@ def _records(of: pl.LightningDataModule, name: str) -> TensorDataset:
 def cached_features(x: Tensor, by: Map, folder: Path) -> Tensor:
     """The features of x, read from their file if there is one; otherwise computed, and written to it.
 
-    First some records' features are computed twice: by the map, one record at a time; and by a copy of it, in reverse
-    order, `at_once` records at a time. Before, the map gets a record of zeros, and the copy others, so that a map that
-    keeps state gives different features.
+    First some records' features are computed twice: by the map, one record at a time, after a record of zeros; and by a
+    copy of it, in reverse order, `at_once` records at a time, with a large record before each unless the map fails for
+    these. So a map that keeps state, or whose features depend on the records beside, gives different features.
     """
     each = int(getattr(by, "at_once", 1))
     some = x[torch.linspace(0, len(x) - 1, min(len(x), max(_COMPARED, 2 * each))).long()]
     unused = copy.deepcopy(by)
-    for one, odd in (
-        (by, torch.zeros_like(some[:1])),
-        (unused, 1000 * some[:each] if some.is_floating_point() else some[-1:].clone()),
-    ):
-        with contextlib.suppress(Exception), torch.no_grad():
-            one(odd)
+    with contextlib.suppress(Exception), torch.no_grad():
+        by(torch.zeros_like(some[:1]))
     of_some = compute_features(some, by, 1)
-    if _bytes(compute_features(some.flip(0), unused).flip(0)) != _bytes(of_some):
+    others = 1000 * some if some.is_floating_point() else some.roll(1, 0)
+    try:
+        again = compute_features(torch.stack([some, others], 1).flatten(0, 1).flip(0), unused)[1::2].flip(0)
+    except Exception:
+        again = compute_features(some.flip(0), unused).flip(0)
+    if _bytes(again) != _bytes(of_some):
         raise ConfigError(
             "data.features_of: it gives the same records other features when it is called again, in another order or "
             "with others; the features of a record must depend on that record alone, without random numbers."
