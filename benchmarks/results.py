@@ -1,7 +1,7 @@
 """Runs the experiments of docs/results.md, and writes its table and figure from their MLflow runs.
 
     python benchmarks/results.py run DATA [NAME …] [KEY=VALUE …]   # each at its seeds; what was run is not run again
-    python benchmarks/results.py write      # docs/results.md between its two marks, and docs/curves.png
+    python benchmarks/results.py write      # docs/results.csv, docs/results.md between its two marks, docs/curves.png
 
 DATA holds the folders mnist, fashion_mnist, cifar10, adult and shakespeare. NAMEs are those of the table's first
 column, all if none is given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments
@@ -11,19 +11,20 @@ results/NAME of $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 import mlflow
 from matplotlib.figure import Figure
-from pandas import DataFrame, Series
+from pandas import DataFrame, Series, concat, read_csv
 
 from dpexp.accounting.rounding import up
 from dpexp.config import tracking_uri
 from dpexp.tracking.read import trials
 
-PAGE = Path("docs/results.md")
+PAGE, RUNS = Path("docs/results.md"), Path("docs/results.csv")
 BEGIN, END = "<!-- written by benchmarks/results.py -->", "<!-- until here -->"
 CURVE = (1, 2, 3, 8)
 TORCH = "tags.dpexp.torch"
@@ -98,16 +99,13 @@ def run(name: str, data: Path, *aside: str) -> None:
     subprocess.run([sys.executable, "-m", "dpexp", "-m", *given], check=True)
 
 
-def found(names: Iterable[str]) -> dict[str, DataFrame]:
-    """The finished private runs of each row, one a seed and ε: the last.
-
-    Raises:
-        ValueError: at one ε there are runs of several settings, commits or versions of torch.
-    """
-    uri, runs = tracking_uri(), {}
+def found() -> DataFrame:
+    """The finished private runs of all rows, in the columns of RUNS."""
+    uri = tracking_uri()
     mlflow.set_tracking_uri(uri)
     there = {experiment.name for experiment in mlflow.search_experiments()}
-    for name in [name for name in names if f"results/{name}" in there]:
+    frames = []
+    for name in [name for name in ROWS if f"results/{name}" in there]:
         own = trials(uri, [f"results/{name}"])
         own = own[(own["status"] == "FINISHED") & (own["private"] == "yes")].dropna(subset=["test_accuracy", "epsilon"])
         if own.empty:
@@ -115,24 +113,25 @@ def found(names: Iterable[str]) -> dict[str, DataFrame]:
         raw = mlflow.search_runs(experiment_names=[f"results/{name}"])
         raw = raw.assign(**{tag: raw[tag].fillna("none") if tag in raw else "none" for tag in (COMMIT, DIRTY, TORCH)})
         frame = own.merge(raw.drop(columns="status"), on="run_id").sort_values("start_time")
-        frame["target"] = frame["params.privacy.epsilon"].astype(float)
-        frame = frame.drop_duplicates(["target", "seed"], keep="last")
-        for target, alike in frame.groupby("target"):
-            trainers = alike.filter(regex="^params.trainer").drop(
-                columns=[f"params.{key}" for key in SPEED], errors="ignore"
+        trainers = frame.filter(regex="^params.trainer").drop(
+            columns=[f"params.{key}" for key in SPEED], errors="ignore"
+        )
+        settings = frame["configuration"].map(_but_for_places) + trainers.fillna("").astype(str).agg(" ".join, axis=1)
+        frames.append(
+            DataFrame(
+                {
+                    "experiment": name,
+                    "target": frame["params.privacy.epsilon"].astype(float),
+                    "seed": frame["seed"],
+                    "epsilon": frame["epsilon"],
+                    "accuracy": frame["test_accuracy"],
+                    "minutes": ((frame["end_time"] - frame["start_time"]).dt.total_seconds() / 60).round(1),
+                    "settings": [sha256(text.encode()).hexdigest()[:8] for text in settings + frame[TORCH]],
+                    "commit": frame[COMMIT].str[:7] + frame[DIRTY].ne("no").map({True: "+", False: ""}),
+                }
             )
-            settings = alike["configuration"].map(_but_for_places) + trainers.fillna("").astype(str).agg(
-                " ".join, axis=1
-            )
-            several = settings.nunique(), alike[[COMMIT, DIRTY, TORCH]].drop_duplicates().shape[0]
-            if several != (1, 1):
-                raise ValueError(
-                    f"results/{name} at ε = {target:g} has runs of {several[0]} settings and {several[1]} commits or "
-                    "versions of torch. "
-                    "Delete those that the page is not about, or run all of them into another MLFLOW_TRACKING_URI."
-                )
-        runs[name] = frame
-    return runs
+        )
+    return concat(frames) if frames else DataFrame()
 
 
 def _but_for_places(configuration: str) -> str:
@@ -148,23 +147,23 @@ HEAD = [
 ]
 
 
-def table(runs: dict[str, DataFrame]) -> list[str]:
+def table(runs: DataFrame) -> list[str]:
+    """A row for each experiment and ε, of the runs that have the settings and the version of torch of the last one."""
     lines = []
-    for name, frame in runs.items():
-        row = ROWS[name]
-        for target, own in frame.groupby("target"):
-            accuracy = 100 * own["test_accuracy"]
-            spread = f" ± {accuracy.std():.2f}" if len(own) > 1 else ""
-            published = row.published.get(target)
-            minutes = ((own["end_time"] - own["start_time"]).dt.total_seconds() / 60).median()
-            command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
-            cells = (
-                name, up(own["epsilon"].max(), 4), f"{published[0]:g}, {published[1]}" if published else "",
-                f"{row.goals[target]:g}" if target in row.goals else "", f"{accuracy.mean():.2f}{spread}",
-                margin(accuracy, published[0], row.tested) if published else "", len(own), f"{minutes:.1f}",
-                own[COMMIT].iloc[0][:7] + "+" * (own[DIRTY].iloc[0] != "no"), f"`{command}`",
-            )  # fmt: skip
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for (name, target), alike in runs.groupby(["experiment", "target"], sort=False):
+        own, row = alike[alike["settings"] == alike["settings"].iloc[-1]], ROWS[name]
+        accuracy = 100 * own["accuracy"]
+        spread = f" ± {accuracy.std():.2f}" if len(own) > 1 else ""
+        published = row.published.get(target)
+        minutes = own["minutes"].median()
+        command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
+        cells = (
+            name, up(own["epsilon"].max(), 4), f"{published[0]:g}, {published[1]}" if published else "",
+            f"{row.goals[target]:g}" if target in row.goals else "", f"{accuracy.mean():.2f}{spread}",
+            margin(accuracy, published[0], row.tested) if published else "", len(own), f"{minutes:.1f}",
+            " ".join(dict.fromkeys(own["commit"])), f"`{command}`",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 
@@ -200,12 +199,15 @@ def curves(lines: list[str], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def write(runs: dict[str, DataFrame], page: Path) -> list[str]:
-    """Replaces the rows of the table between the page's two marks; rows of which there are no runs stay.
+def write(page: Path) -> list[str]:
+    """Adds the runs to RUNS, and replaces the rows of the table between the page's two marks; rows without runs stay.
 
     Raises:
         ValueError: it has no marks.
     """
+    kept = read_csv(RUNS, dtype={"settings": str, "commit": str}) if RUNS.exists() else DataFrame()
+    runs = concat([kept, found()]).drop_duplicates(["experiment", "target", "seed", "commit"], keep="last")
+    runs.to_csv(RUNS, index=False)
     before, _, rest = page.read_text().partition(BEGIN)
     old, mark, after = rest.partition(END)
     if not mark:
@@ -215,8 +217,7 @@ def write(runs: dict[str, DataFrame], page: Path) -> list[str]:
     stay = [line for line in old.splitlines() if line.startswith("| ") and line.split(" | ")[-1] not in made][1:]
     order = [*ROWS]
     lines = sorted([*new, *stay], key=lambda line: (order.index(line.split(" | ")[0][2:]), float(line.split(" | ")[1])))
-    text = "\n".join([BEGIN, "", *HEAD, *lines, "", END])
-    page.write_text(before + text + after)
+    page.write_text(before + "\n".join([BEGIN, "", *HEAD, *lines, "", END]) + after)
     return lines
 
 
@@ -229,6 +230,6 @@ if __name__ == "__main__":
             for name in [name for name in names if "=" not in name] or ROWS:
                 run(name, Path(data).resolve(), *overrides)
         case ["write"]:
-            curves(write(found(ROWS), PAGE), PAGE.parent / "curves.png")
+            curves(write(PAGE), PAGE.parent / "curves.png")
         case _:
             sys.exit(__doc__)
