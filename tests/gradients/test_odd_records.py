@@ -192,21 +192,21 @@ def test_a_step_that_was_set_on_the_module_is_there_again_afterwards(tmp_path):
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has the other way only since 2.9")
 def test_both_ways_to_set_precision_train_the_same(tmp_path):
     (expected,), _ = trained(tmp_path, Model().float(), [(x.float(), y) for x, y in rows(6)])
-    fork = multiprocessing.get_context("fork")
-    found = fork.Value("d", 0.0)
-
-    def the_other_way():
-        """In a process of its own, which for PyTorch is set this way for good."""
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        (released,), _ = trained(tmp_path, Model().float(), [(x.float(), y) for x, y in rows(6)])
-        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-        found.value = float(released.norm())
-
-    process = fork.Process(target=the_other_way)
+    spawn = multiprocessing.get_context("spawn")  # with CUDA's PyTorch, no process that was forked can train
+    found = spawn.Value("d", 0.0)
+    process = spawn.Process(target=trained_with_the_other_way_to_set_precision, args=(tmp_path, found))
     process.start()
     process.join(120)
     assert process.exitcode == 0 and found.value == pytest.approx(float(expected.norm()), rel=0.02)
+
+
+def trained_with_the_other_way_to_set_precision(folder, found):
+    """In a process of its own, which for PyTorch is set this way for good."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    (released,), _ = trained(folder, Model().float(), [(x.float(), y) for x, y in rows(6)])
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    found.value = float(released.norm())
 
 
 # Randomness

@@ -40,7 +40,8 @@ NAMESPACES = {  # modules and objects, whose attributes are no options
     "args", "datasets", "dpexp", "mlflow", "nn", "os", "p", "package", "peft", "plan", "self", "timm", "torch",
     "transformers", *(path.stem for path in (ROOT / "dpexp").rglob("*.py")),
 }  # fmt: skip
-ENDINGS = (".csv", ".json", ".jsonl", ".md", ".patch", ".png", ".py", ".safetensors", ".txt", ".yaml")  # of files
+# Endings of files.
+ENDINGS = (".csv", ".json", ".jsonl", ".md", ".patch", ".png", ".py", ".safetensors", ".toml", ".txt", ".yaml")
 
 
 @cache

@@ -31,4 +31,20 @@ def test_licence_types_and_citation():
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["dpexp"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["license"] == "Apache-2.0" and cited["title"].startswith("dpexp:")
+    assert cited["version"] == dpexp.__version__
     assert cited["references"][0]["identifiers"][0]["value"] == "arXiv:1812.06210"
+
+
+def test_the_lock_has_the_versions_of_constraints_from_pypi_with_hashes():
+    packages = tomllib.loads((ROOT / "pylock.toml").read_text())["packages"]
+    locked = {package["name"]: package["version"] for package in packages}
+    lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
+    known = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {name for name in locked.keys() & known if locked[name] != known[name]} == set()
+    assert {re.match(r"[\w-]+", line)[0].lower() for line in PROJECT["project"]["dependencies"]} <= locked.keys()
+    for package in packages:
+        assert not package.keys() & {"vcs", "directory", "archive", "index"}
+        files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else ())]
+        assert files
+        for file in files:
+            assert file["url"].startswith("https://files.pythonhosted.org/") and file["hashes"]["sha256"], file
