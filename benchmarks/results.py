@@ -142,7 +142,7 @@ def _but_for_places(configuration: str) -> str:
 
 
 HEAD = [
-    "| | ε, at most | published | goal | here, % | margin, points | seeds | minutes | commit | `python -m dpexp …` |",
+    "| | ε, at most | published | goal | here, % | margin, points | runs | minutes | commit | `python -m dpexp …` |",
     "|---|---|---|---|---|---|---|---|---|---|",
 ]
 
@@ -168,12 +168,12 @@ def table(runs: DataFrame) -> list[str]:
 
 
 def margin(accuracy: Series, published: float, tested: int) -> str:
-    """How far the mean accuracy is from a published one, in points and in standard errors: of the mean over seeds, and
+    """How far the mean accuracy is from a published one, in points and in standard errors: of the mean over runs, and
     of an accuracy on so many test records. *Above*: by more than 2 of the former and 1 of the latter."""
     points, of_seeds = accuracy.mean() - published, accuracy.std() / len(accuracy) ** 0.5  # NaN of one seed
     of_test = (accuracy.mean() * (100 - accuracy.mean()) / tested) ** 0.5
     above = "**above**, " if points > max(2 * of_seeds, of_test) and len(accuracy) > 1 else ""
-    in_errors = f"{points / of_seeds:.0f} of seeds, " if of_seeds > 0 else ""
+    in_errors = f"{points / of_seeds:.0f} of runs, " if of_seeds > 0 else ""
     return f"{points:+.2f}, {above}{in_errors}{points / of_test:.1f} of the test set"
 
 
