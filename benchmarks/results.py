@@ -116,17 +116,20 @@ def found() -> DataFrame:
         trainers = frame.filter(regex="^params.trainer").drop(
             columns=[f"params.{key}" for key in SPEED], errors="ignore"
         )
-        settings = frame["configuration"].map(_but_for_places) + trainers.fillna("").astype(str).agg(" ".join, axis=1)
+        given = trainers.apply(
+            lambda row: " ".join(f"{key}={value}" for key, value in row.dropna().sort_index().items()), 1
+        )
+        settings = frame["configuration"].map(_but_for_places) + given + frame[TORCH]
         frames.append(
             DataFrame(
                 {
                     "experiment": name,
                     "target": frame["params.privacy.epsilon"].astype(float),
                     "seed": frame["seed"],
-                    "epsilon": frame["epsilon"],
-                    "accuracy": frame["test_accuracy"],
+                    "epsilon": frame["epsilon"].round(7),
+                    "accuracy": frame["test_accuracy"].round(5),
                     "minutes": ((frame["end_time"] - frame["start_time"]).dt.total_seconds() / 60).round(1),
-                    "settings": [sha256(text.encode()).hexdigest()[:8] for text in settings + frame[TORCH]],
+                    "settings": [sha256(text.encode()).hexdigest()[:8] for text in settings],
                     "commit": frame[COMMIT].str[:7] + frame[DIRTY].ne("no").map({True: "+", False: ""}),
                 }
             )
@@ -138,7 +141,7 @@ def _but_for_places(configuration: str) -> str:
     """Without where data, features and checkpoints are kept."""
     settings = json.loads(configuration)
     places = ("data.root", "data.module.root", "data.cache", "data.id", "checkpoint.")
-    return json.dumps({key: value for key, value in settings.items() if not key.startswith(places)})
+    return json.dumps({key: value for key, value in settings.items() if not key.startswith(places)}, sort_keys=True)
 
 
 HEAD = [
