@@ -125,7 +125,7 @@ def found() -> DataFrame:
                 {
                     "experiment": name,
                     "target": frame["params.privacy.epsilon"].astype(float),
-                    "seed": frame["seed"],
+                    "seed": frame["seed"].astype(int),
                     "epsilon": frame["epsilon"].round(7),
                     "accuracy": frame["test_accuracy"].round(5),
                     "minutes": ((frame["end_time"] - frame["start_time"]).dt.total_seconds() / 60).round(1),
