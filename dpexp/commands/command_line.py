@@ -6,7 +6,7 @@ Hydra's own messages take several lines, and advise to add a misspelt group as a
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -227,6 +227,13 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(f"{chosen[0]} would not replace the values in {arguments[0]}; edit it, or copy again.")
     searchpath = QuotedString(f"file://{CONF}", Quote.single).with_quotes()
     return ["--config-path", str(path.parent), "--config-name", path.stem, *others, f"hydra.searchpath=[{searchpath}]"]
+
+
+def config_file(hydra: Mapping[str, Any]) -> Path | None:
+    """The FILE.yaml that a job was run with, from its own `hydra.yaml`; None: there was none."""
+    sources = {source["provider"]: source["path"] for source in hydra["runtime"]["config_sources"]}
+    path = Path(sources["main"], f"{hydra['job']['config_name']}.yaml")
+    return path if "hydra.searchpath in command-line" in sources and path.parent != CONF else None
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:

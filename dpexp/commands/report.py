@@ -15,7 +15,7 @@ from yaml import YAMLError
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.accounting.rounding import up
 from dpexp.commands.account import console, with_earlier
-from dpexp.commands.command_line import is_option, read_options
+from dpexp.commands.command_line import config_file, is_option, read_options
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.reporting.model_card import NOT_COVERED
@@ -65,8 +65,8 @@ def _run(job: Path) -> dict[str, Any]:
         raise ConfigError(f"{job} has a damaged file of its job: {' '.join(str(error).split())}.") from error
     targets = (OmegaConf.select(cfg, key) for key in ("model._target_", "data.module._target_"))
     model, data = (str(target).rpartition(".")[2] for target in targets)
-    file = OmegaConf.select(hydra, "hydra.job.config_name")
-    words = [*map(str, given)] if file in (None, "config") else [f"{file}.yaml", *map(str, given)]
+    file = config_file(hydra.hydra)
+    words = [*([file.name] if file else []), *map(str, given)]
     overrides = without_passwords(shlex.join(words))
     return {"title": f"{model} on {data}", "overrides": overrides, "result": found, "pictures": _pictures(job)}
 

@@ -23,9 +23,9 @@ from yaml import YAMLError
 
 from dpexp._lightning_compat import MisconfigurationException, pl
 from dpexp.commands.build import data_of, features_map, make, module_of, silence_lightning
-from dpexp.commands.command_line import as_overrides, is_option, with_config_file
+from dpexp.commands.command_line import as_overrides, config_file, is_option, with_config_file
 from dpexp.commands.validate import check
-from dpexp.config import CONF, tracking_uri
+from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -316,12 +316,11 @@ def resume(arguments: Sequence[str]) -> list[str]:
         )
     hydra = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text())["hydra"]
     task = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
-    sources = [(s["provider"], s["path"]) for s in hydra["runtime"]["config_sources"]]
-    file = Path(dict(sources)["main"], f"{hydra['job']['config_name']}.yaml")  # of `python -m dpexp FILE.yaml`
     os.chdir(hydra["runtime"]["cwd"])
-    flags = [f"--config-dir={path}" for provider, path in sources if provider == "command-line"]
-    given = [str(file)] if "hydra.searchpath in command-line" in dict(sources) and file.parent != CONF else []
-    arguments = [*given, *flags, *task, f"hydra.run.dir={folder}", "checkpoint.resume=true"]
+    sources = [s["path"] for s in hydra["runtime"]["config_sources"] if s["provider"] == "command-line"]
+    flags = [f"--config-dir={path}" for path in sources]
+    file = config_file(hydra)
+    arguments = [*([str(file)] if file else []), *flags, *task, f"hydra.run.dir={folder}", "checkpoint.resume=true"]
     return as_overrides(with_config_file(arguments))
 
 
