@@ -19,7 +19,7 @@ from dpexp.commands.command_line import config_file, is_option, read_options
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.reporting.model_card import NOT_COVERED
-from dpexp.reporting.terminal import BASELINES, guarantee_in_words, measured
+from dpexp.reporting.wording import BASELINES, guarantee_in_words, measured
 from dpexp.tracking.provenance import without_passwords
 from dpexp.tracking.read import output_of
 

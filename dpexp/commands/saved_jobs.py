@@ -30,7 +30,8 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
-from dpexp.reporting.terminal import console, measured, print_tested
+from dpexp.reporting.terminal import console, print_tested
+from dpexp.reporting.wording import measured
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.features import Features, OnFeatures
 from dpexp.training.data.raw import RawData, delimiter_of

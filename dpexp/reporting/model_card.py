@@ -9,7 +9,7 @@ from typing import Any
 from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.terminal import RECALL, before_training, guarantee_in_words, measured, range_of
+from dpexp.reporting.wording import RECALL, before_training, guarantee_in_words, measured, range_of
 
 NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;

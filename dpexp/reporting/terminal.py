@@ -1,10 +1,9 @@
 """Terminal output: the plan, progress, results."""
 
 import itertools
-import math
 import resource
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.calibration import CALIBRATABLE
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
-from dpexp.accounting.ledger.events import neighbours
-from dpexp.accounting.risk import gaussian, in_words
+from dpexp.accounting.ledger import ledger_so_far
 from dpexp.accounting.rounding import down, up
 from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
@@ -29,12 +26,11 @@ from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
 from dpexp.privacy.private_metrics import SAMPLE_SIZE, MetricEstimates
+from dpexp.reporting.wording import RECALL, before_training, guarantee_in_words, range_of
 
 console = Console()
 _MAX_NAMES = 40  # of parameters
-RECALL = "test_recall_"  # of class 0, 1, …
 _MAX_RECALLS = 5  # classes
-BASELINES = {"test_accuracy": "test_majority_accuracy", "test_perplexity": "test_unigram_perplexity"}
 
 
 def _print(text: str) -> None:
@@ -126,20 +122,6 @@ def print_trained_parameters(module: pl.LightningModule) -> None:
         _print(f"[bold]Trained[/]: {sum(sizes.values()):,} of {total:,} weights: {escape(', '.join(some))}{more}")
 
 
-def before_training(event: OneTimeQueryEvent | ParallelQueryEvent, plan: PrivacyPlan, delta: float) -> str:
-    """A release before training in words, with its own ε."""
-    queries = event.queries if isinstance(event, ParallelQueryEvent) else (event,)
-    disjoint = (
-        f", of {len(queries)} disjoint parts by {event.parts_by}" if isinstance(event, ParallelQueryEvent) else ""
-    )
-    noise = "σ" if event.noise == "gaussian" else "Laplace noise b"
-    scale = max(query.scale for query in queries)
-    own = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
-    cost = f"ε = {up(epsilon(own, delta), 3)} by itself"
-    when = "Before the first round" if plan.rounds else "Released once"
-    return f"{when}: {event.query}{disjoint}: S = {queries[0].S:.4g}, {noise} = {scale:.4g}, {cost}"
-
-
 def plan_table(plan: PrivacyPlan) -> Table:
     """One row per group; noise per coordinate of what is released: of an average α_j σ̃_g/(qn), or more if it is
     correlated; of the sample's size σ̃_g."""
@@ -159,13 +141,6 @@ def plan_table(plan: PrivacyPlan) -> Table:
             range_of(noises, 3),
         )
     return table
-
-
-def range_of(numbers: Iterable[float], digits: int) -> str:
-    """The smallest and the largest number, or the one that they are to so many digits."""
-    ordered = sorted(numbers)
-    low, high = (f"{number:.{digits}g}" for number in (ordered[0], ordered[-1]))
-    return low if low == high else f"{low} – {high}"
 
 
 class RoundBar(pl.callbacks.ProgressBar):
@@ -319,19 +294,6 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None, weighte
         _print(f"Compare runs: {runs}")
 
 
-def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:
-    """ε and δ of a result, what an attacker may find, and what one record may change."""
-    spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
-    unit, delta = result.get("unit", "record"), up(result["delta"], 4)
-    first = next(iter(result["epsilon"].values()))
-    ratio = up(math.exp(first) if first < 700 else math.inf, 3)
-    return (
-        f"ε = {spent}, δ = {delta}, {neighbours(result['adjacency'], unit)}{gaussian(result['risk'])}",
-        f"{in_words(result['risk'], unit)}.",
-        f"One {unit} changes the probability of any result at most {ratio}-fold, plus {delta}.",
-    )
-
-
 def print_tested(
     metrics: dict[str, float], class_names: Sequence[str] | None, weighted: bool = False, after: str = ""
 ) -> None:
@@ -404,8 +366,3 @@ def print_audit(audit: Audit, claimed: float, delta: float) -> None:
 
 def _marked(value: str, refuted: bool) -> str:
     return f"[bold red]{value}[/]" if refuted else value
-
-
-def measured(name: str, value: float) -> str:
-    """A metric's value; accuracies in percent."""
-    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"

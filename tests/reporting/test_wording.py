@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpexp.accounting.rounding import down, up
-from dpexp.reporting.terminal import guarantee_in_words
+from dpexp.reporting.wording import guarantee_in_words
 
 PACKAGE = Path(__file__).parents[2] / "dpexp"
 

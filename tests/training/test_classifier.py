@@ -13,7 +13,8 @@ from dpexp.commands.build import add_optimizer, default_learning_rate
 from dpexp.commands.train import defaults_note
 from dpexp.errors import ConfigError
 from dpexp.reporting.model_card import card
-from dpexp.reporting.terminal import RECALL, print_tested
+from dpexp.reporting.terminal import print_tested
+from dpexp.reporting.wording import RECALL
 from dpexp.training.classifier import Classifier, _metrics_of_all, noisy_learning_rate
 
 SGD = {"_target_": "torch.optim.SGD", "momentum": 0.9}
