@@ -1,4 +1,4 @@
-"""All uses of PyTorch's private interface, under names that say what they do."""
+"""All uses of PyTorch's private interface, under descriptive names."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

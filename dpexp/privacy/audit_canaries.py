@@ -291,7 +291,7 @@ class _Own(Dataset):
 
 
 class _Collate:
-    """The user's collation of the records, each by itself. A canary's batch has other places filled than a record's."""
+    """Collates each record alone with the user's `collate_fn`; a canary's batch fills other places than a record's."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -395,5 +395,5 @@ class Contributions:
 
 
 def _error(values: Array) -> float:
-    """The standard deviation of the noise; above 0 also where there is none."""
+    """The standard deviation of the noise; a small positive number where there is no noise."""
     return max(float(values[-_BLANK:].std()), float(np.finfo(float).eps))

@@ -74,7 +74,7 @@ class LeastSquares(Preprocessing):
         return rows / (lengths if self.clip_norm is None else lengths.clamp(min=self.clip_norm))
 
     def targets(self, y: Tensor) -> Tensor:
-        """t of one label [classes]; 0 if it is none of the classes."""
+        """t of one label [classes]; 0 for a label outside the classes."""
         if y.numel() != 1 or y.is_complex() or y.is_floating_point() != (self.classes is None):
             raise ConfigError(
                 "model: a record's label must be one "

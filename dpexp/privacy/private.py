@@ -1,4 +1,4 @@
-"""Private training in a loop of one's own, in plain PyTorch."""
+"""Private training in a plain PyTorch loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ from dpexp.privacy.training import PrivateTraining, device_of
 
 
 class Private(PrivateTraining):
-    """Trains any `nn.Module` by DP-SGD, as `plan` says, in a loop of one's own.
+    """Trains any `nn.Module` by DP-SGD, as `plan` says, in your own loop.
 
         private = dpexp.Private(model, optimizer, plan, "ledger.jsonl")
         for sample in private.rounds(dataset):

@@ -1,4 +1,4 @@
-"""The rounds of a private training, whichever loop runs them: a Lightning Trainer, or a loop of one's own."""
+"""The rounds of a private training, whichever loop runs them: a Lightning Trainer, or a plain PyTorch loop."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Records processed one at a time: for a step that is no function of operators alone, and for users' local training.
+"""Processes records one at a time: where the training step cannot be traced, and for users' local training.
 
 Each record has a fresh copy of the module and its tensors, so that what the step keeps is thrown away. The module's
 parameters are shared, and compared by bits before each release.

@@ -29,7 +29,7 @@ ONE_LOSS = "training_step must return one number for a record: its loss."
 
 
 def loss_of_step(step: Callable[[], Any]) -> Tensor:
-    """The loss that a step returns, by itself or in a dictionary.
+    """The loss that a step returns, as a tensor or in a dictionary.
 
     Raises:
         RecordError: it returned none.

@@ -162,7 +162,7 @@ class Target:
 
 
 def _check_tpr(rates: Mapping[float, float]) -> None:
-    """Refuses a target that is no {FPR: largest TPR} with 0 < FPR < TPR < 1."""
+    """Refuses a target that is not {FPR: largest TPR} with 0 < FPR < TPR < 1."""
     key = "privacy.max_tpr_at_fpr"
     if not isinstance(rates, Mapping) or not rates:
         raise ConfigError(f"{key}={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")

@@ -1,4 +1,4 @@
-"""Records, each collated by itself, and stacked with records of the same structure, shapes and dtypes.
+"""Records, each collated alone, and stacked with records of the same structure, shapes and dtypes.
 
 A record that cannot be fetched or collated contributes nothing, and training goes on.
 """
@@ -87,7 +87,7 @@ class Rows(Dataset):
 
 
 class SingleCollation:
-    """Collates each item by itself with the user's `collate_fn`, and stacks those with the same signature."""
+    """Collates each item alone with the user's `collate_fn`, and stacks those with the same signature."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

@@ -1,4 +1,4 @@
-"""Fetches records of the user's data set, and collates each by itself."""
+"""Fetches records of the user's data set, and collates each alone."""
 
 import copy
 import hashlib
@@ -37,7 +37,7 @@ class Seeding:
 
 
 def all_records(loader: Any, max_records: int, randomness: KeyStream) -> Iterator[RecordBatch | FailedRecord]:
-    """Every record of the user's loader once, fetched in chunks of `max_records` and collated by itself.
+    """Every record of the user's loader once, fetched in chunks of `max_records` and collated alone.
 
     The generators are seeded again after each chunk, so that nothing depends on what the data set does to them.
 
@@ -108,7 +108,7 @@ def sampled_dataset(loader: Any) -> Dataset:
 
 
 class RecordFetcher(Dataset):
-    """Fetches and collates each record of a chunk by itself.
+    """Fetches and collates each record of a chunk alone.
 
     The data set's own `__getitems__`, which gets several records at once, is not called.
     """

@@ -1,4 +1,4 @@
-"""Texts of one's own, as tokens: documents or blocks for a language model, and texts with labels for a classifier.
+"""Users' texts as tokens: documents or blocks for a language model, and texts with labels for a classifier.
 
 A text is read and encoded by itself. A record without a text, a user or a known label contributes nothing, so that no
 refusal depends on a single training record. In the test set, which is public, an unknown label is refused.
@@ -103,7 +103,7 @@ class _Texts(RawData):
         return rows[[bool(text) for text in self._texts(rows)]]
 
     def _texts(self, rows: DataFrame) -> list[str]:
-        """Each record's text; "" if it is none."""
+        """Each record's text; "" if it is not a text."""
         values = [value if isinstance(value, str) and value.strip() else "" for value in rows[self._text]]
         return [value.encode("utf-8", "replace").decode() for value in values]  # half of a surrogate pair is no text
 

@@ -1,4 +1,4 @@
-"""Images of one's own in folders, and data sets in Hugging Face's format, in memory.
+"""Users' images in folders, and data sets in Hugging Face's format, in memory.
 
 A training record that cannot be read, or is of no known class, contributes nothing, so that no refusal depends on a
 single record. Test records are public: one that cannot be read is named.

@@ -1,4 +1,4 @@
-"""Data sets in memory, of which the test set is taken as public, and the reader of files of one's own."""
+"""Data sets in memory, whose test set is taken as public, and a reader of users' files."""
 
 import hashlib
 import json
@@ -83,7 +83,7 @@ class RawData(InMemory):
         """Writes what a trained model gives besides its weights into its job's folder; by default nothing."""
 
     def decode(self, outputs: Tensor) -> Tensor:
-        """Predicted numbers [N] in their own unit, from the outputs [N] of a model that is no classifier."""
+        """Predicted numbers [N] in their own unit, from the outputs [N] of a regression model."""
         return outputs
 
     def predictions(self, model: nn.Module, inputs: DataFrame) -> DataFrame:
@@ -148,7 +148,7 @@ def _csv(where: str, file: Path) -> DataFrame:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The object in a line of JSON; an empty one if there is none."""
+    """The object in a line of JSON; empty if the line has none."""
     with suppress(ValueError, RecursionError):
         found = json.loads(line)
         return found if isinstance(found, dict) else {}
@@ -194,7 +194,7 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 
 
 def _series(column: Any) -> Series:
-    """A column of a Parquet file; where its type is not one of numbers, each value is decoded by itself."""
+    """A column of a Parquet file; values that are not numbers are decoded one by one."""
     from pyarrow import types
 
     if types.is_integer(column.type) or types.is_floating(column.type):

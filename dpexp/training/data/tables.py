@@ -1,4 +1,4 @@
-"""Tables of one's own, in CSV or Parquet, encoded by a schema of public facts.
+"""Users' tables, in CSV or Parquet, encoded by a schema of public facts.
 
 A row is encoded by itself. A value that is missing, no number, no date, or in no category contributes zeros, and a row
 without a target or a person contributes nothing. In test rows, which are public, a warning counts such values. A file
