@@ -7,7 +7,6 @@ import errno
 import os
 import shlex
 import sys
-import traceback
 import warnings
 from importlib import import_module
 from importlib.metadata import version
@@ -54,7 +53,7 @@ FUNCTIONS = {
 }
 HELP = {"--help", "-h"}
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
-              errno.EISDIR)  # fmt: skip
+              errno.EISDIR, errno.ENOENT)  # fmt: skip
 _format_warning = warnings.formatwarning
 
 
@@ -80,11 +79,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
         sys.exit(141)
     except OSError as error:
-        in_mkdir = traceback.extract_tb(error.__traceback__)[-1].name == "mkdir"
-        if error.errno not in UNWRITABLE and not (in_mkdir and error.errno == errno.ENOENT):
+        if error.errno not in UNWRITABLE:
             raise
         path = error.filename2 or error.filename or os.getcwd()  # filename2: the destination of a copy
-        sys.exit(f"dpexp: {path} cannot be written: {error.strerror}.")
+        sys.exit(f"dpexp: {path} cannot be read or written: {error.strerror}.")
 
 
 def _dispatch(arguments: list[str]) -> None:

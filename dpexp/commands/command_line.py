@@ -224,7 +224,9 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(f"{arguments[0]} is no file of options, as python -m dpexp copy FILE.yaml writes one.")
     keys = {one: one.partition("=")[0].lstrip("+") for one in others if "=" in one}
     if chosen := [one for one, key in keys.items() if (CONF / key).is_dir() and not key.startswith("hydra/")]:
-        raise ConfigError(f"{chosen[0]} would not replace the values in {arguments[0]}; edit it, or copy again.")
+        raise ConfigError(
+            f"{chosen[0]} would not replace the values in {arguments[0]}; edit it, or copy again with {chosen[0]}."
+        )
     searchpath = QuotedString(f"file://{CONF}", Quote.single).with_quotes()
     return ["--config-path", str(path.parent), "--config-name", path.stem, *others, f"hydra.searchpath=[{searchpath}]"]
 

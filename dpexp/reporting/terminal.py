@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
@@ -60,7 +60,8 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     )
     if solved is not None:
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
-        line = f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}{solved.missed}"
+        knob = solved.knob.removesuffix("_at_fixed_noise")
+        line = f"Solved for {knob} = {solved.value:.6g}, which costs {spent}{solved.missed}"
         if held:
             line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
             line += " in place of " + ", ".join(f"{key}={value}" for key, value in replaced(cfg).items())
@@ -126,7 +127,8 @@ def plan_table(plan: PrivacyPlan) -> Table:
     """One row per group; noise per coordinate of what is released: of an average α_j σ̃_g/(qn), or more if it is
     correlated; of the sample's size σ̃_g."""
     scaled = any(alpha != 1 for group in plan.groups for alpha in group.alphas)
-    table = Table("group", "vectors", "d_g", *["α_j"] * scaled, "S_g", "σ̃_g", "share", "noise per coordinate")
+    names = ["vectors", "d_g", *["α_j"] * scaled, "S_g", "σ̃_g", "share", "noise per coordinate"]
+    table = Table(Column("group", overflow="fold"), *names)
     for group in plan.groups:
         divisor = 1 if group.name == SAMPLE_SIZE else plan.sampling.q * plan.n
         noises = [alpha * max_noise_std(group.sigma, group.bands) / divisor for alpha in group.alphas]

@@ -101,9 +101,10 @@ def load_initial_weights(module: nn.Module, path: Path, head: Collection[str]) -
 
 def head_parameters(model: nn.Module, head: str | Sequence[str] | None = None) -> list[str]:
     """Names of the parameters of the head: a module, several, or the last with parameters of its own."""
-    parameters, found = [name for name, _ in model.named_parameters()], []
+    modules, found = dict(model.named_modules()), []
     for name in [head] if isinstance(head, str) else head or [_last_layer(model)]:
-        inner = [parameter for parameter in parameters if parameter.startswith(f"{name}." if name else "")]
+        own = {id(parameter) for parameter in modules[name].parameters()} if name in modules else set()
+        inner = [parameter for parameter, value in model.named_parameters() if id(value) in own]  # tied ones, too
         if not inner:
             known = [module for module, layer in model.named_modules() if module and [*layer.parameters()]]
             raise ConfigError(f"fine_tuning: {name} is no module with parameters; those are {', '.join(known)}.")

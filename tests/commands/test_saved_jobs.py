@@ -302,6 +302,6 @@ def test_room_for_the_model_is_taken_before_the_first_round(dpexp_job, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(SystemExit, match=r"weights\.reserved cannot be written: No space left on device"):
+    with pytest.raises(SystemExit, match=r"weights\.reserved cannot be read or written: No space left on device"):
         dpexp_job(*QUICK, "hydra.run.dir=job")
     assert not list(Path("job").glob("ledger.jsonl")) and not list(Path("job").glob("weights*"))

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -57,6 +58,12 @@ def test_lora_trains_low_ranks_and_the_head_and_begins_where_the_model_was():
     assert [name for name in trained(Lora(layers=["3"])(body())) if "lora" in name] == [
         "3.lora_A.default.weight", "3.lora_B.default.weight"
     ]  # fmt: skip
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_trained():
+    model = nn.Sequential(OrderedDict(embedding=nn.Embedding(4, 3), body=nn.Linear(3, 3), head=nn.Linear(3, 4)))
+    model.head.weight = model.embedding.weight
+    assert {*trained(Head()(model))} == {"embedding.weight", "head.bias"}
 
 
 @pytest.mark.parametrize(
