@@ -115,11 +115,11 @@ def best_order(total: Callable[[float], float], delta: float) -> tuple[float, fl
     high = middle + step
     while cost(high) < cost(middle):
         low, middle, step = middle, high, step * 1.6
-        high = middle + step
+        high = max(middle + step, -30.0)
         if high > math.log(LARGEST_ORDER):
             warnings.warn(f"the best Rényi order is above {LARGEST_ORDER:.3g}, so ε is larger than necessary.")
             break
-        if high < -30:  # at order 1: δ is close to 1
+        if high == -30:  # at order 1: δ is close to 1
             break
     golden = (math.sqrt(5) - 1) / 2
     low, high = min(low, high), max(low, high)

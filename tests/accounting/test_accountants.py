@@ -126,6 +126,14 @@ def test_rdp_over_a_grid_against_dp_accounting():
     assert tight >= 20
 
 
+@pytest.mark.parametrize("d", [1e-5, 0.5, 1 - 1e-9])
+def test_rdp_of_almost_no_noise_is_a_bound_at_each_delta(d):
+    """The best order then lies as close to 1 as floats allow."""
+    z, q = 1e-6, 0.1
+    assert 1 / (2 * z**2) <= epsilon(ledger(z, 1.0, 1), 1e-5, "rdp") <= 1.0001 / (2 * z**2)
+    assert 0 <= epsilon(ledger(z, q, 20), d, "rdp") < math.inf
+
+
 def test_pld_against_prv_accountant():
     z, q, rounds = 2.0, 0.2, 100
     prv = PoissonSubsampledGaussianMechanism(noise_multiplier=z, sampling_probability=q)

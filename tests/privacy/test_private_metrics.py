@@ -163,7 +163,7 @@ def test_the_mean_of_estimates_is_the_mean_size_of_poisson_samples(dpexp_job):
     output = dpexp_job(
         "model=mlp", "private_metrics.release={sample_size: {budget_share: 0.1}}", "sampling.steps=20",
         "sampling.expected_batch_size=100", "privacy.noise_multiplier=1e-6", "privacy.noise_seed=1",
-        "trainer.num_evaluations=0", "tracking=none",
+        "trainer.num_evaluations=0", "tracking=none", "accountant=rdp",
     )  # fmt: skip
     found = result_of(output)["released"]["sample_size"]
     policy, stream = Poisson(100 / 1437), KeyStream.known(1, "sampling", 0)
