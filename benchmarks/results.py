@@ -71,6 +71,9 @@ ROWS = {
     "cifar10_features": Row(  # no published figure beside it: its images are a JPEG copy
         "experiment=cifar10_features", "cifar10", epsilons=(1, 3, 8), goals={1: 80}
     ),
+    "cifar10_scattering": Row(
+        "experiment=cifar10_scattering", "cifar10", epsilons=CURVE, goals={1: 62, 2: 66, 3: 68}
+    ),
     "adult": Row(
         "experiment=adult", "adult", {0.07: (81.3, "S-GBDT, 2023"), 0.5: (82.9, "S-GBDT, 2023, at ε = 0.54")},
         5, (0.07, 0.1, 0.5, 1, 3), {0.5: 83.0}, tested=16_281,
