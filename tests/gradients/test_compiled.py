@@ -148,6 +148,9 @@ def test_all_factors_of_norms_are_computed_once():
 
     engine = engine_of(Computed())
     sums_of(engine, nn.Module.__call__, torch.randn(N, 12))
+    if torch.__version__ < "2.10":  # whose compiled sums of embeddings are wrong, as is found before the first round
+        assert "not compiled: the sums' relative error is" in reason_of(engine)
+        return
     pure = functional(engine, torch.randn(18, 12))
     marked = [node.args[0].meta["val"] for node in pure.graph.nodes if node.target is MARK]
     assert {value.dtype for value in marked} == {torch.float32, torch.int64, torch.bool}

@@ -273,7 +273,10 @@ def test_an_operator_that_vmap_gets_wrong_never_takes_records_together(odd, know
     x[5] = 0
     engine = engine_of(classifier(), **OF_N)
     assert_as_alone(engine, lambda m, one: loss_of(m, (odd(one[0]), one[1])), (x, y), mode=LOOP)
-    assert ("PyTorch's vmap gets" in engine.reason) == known
+    if torch.__version__ < "2.10" and odd is of_the_first_scale:
+        assert "quantized nyi in meta tensors" in engine.reason  # such a torch cannot trace it
+    else:
+        assert ("PyTorch's vmap gets" in engine.reason) == known
 
 
 def mixing(x):
