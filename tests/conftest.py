@@ -8,6 +8,7 @@ import sqlite3
 import sys
 import warnings
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -39,13 +40,19 @@ def empty_store(tmp_path_factory):
         warnings.simplefilter("ignore")
         utils._initialize_tables(engine)
     engine.dispose()
+    with copies_of(path):
+        yield path
+
+
+def copies_of(path):
+    """Lets MLflow begin each store as a copy of this file."""
+    from mlflow.store.db import utils
 
     def copied(engine):
         with closing(sqlite3.connect(path)) as empty, closing(sqlite3.connect(engine.url.database)) as new:
             empty.backup(new)
 
-    with mock.patch.object(utils, "_initialize_tables", copied):
-        yield path
+    return mock.patch.object(utils, "_initialize_tables", copied)
 
 
 @pytest.fixture(scope="session")
@@ -81,31 +88,44 @@ def dpexp_job(tmp_path, jobs_in):
 
 def signal_after(rounds: int, number: int):
     """For a forked job: it sends itself a signal after so many rounds, if it has at least one more to do."""
-
-    def before():
-        from dpexp.privacy.callback import PrivacyCallback  # zoo.images has to import torchvision before Lightning
-
-        end = PrivacyCallback.on_train_batch_end
-
-        def then_signal(self, *args):
-            end(self, *args)
-            if self.rounds_done == rounds < self.plan.rounds:
-                os.kill(os.getpid(), number)
-
-        PrivacyCallback.on_train_batch_end = then_signal
-
-    return before
+    return partial(_signal_after, rounds, number)
 
 
-class Forked(multiprocessing.get_context("fork").Process):
-    """A job in a process of its own, forked from this one, so that nothing slow is imported again."""
+def _signal_after(rounds, number):
+    from dpexp.privacy.callback import PrivacyCallback  # zoo.images has to import torchvision before Lightning
 
-    def __init__(self, folder, arguments, before):
+    end = PrivacyCallback.on_train_batch_end
+
+    def then_signal(self, *args):
+        end(self, *args)
+        if self.rounds_done == rounds < self.plan.rounds:
+            os.kill(os.getpid(), number)
+
+    PrivacyCallback.on_train_batch_end = then_signal
+
+
+def at_once():
+    """For a forked job without a signal."""
+
+
+# Forks come from a server that has imported what is slow, and has trained nothing: PyTorch for CUDA refuses to train in
+# a process that was forked from one that has.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["dpexp.commands.train"])
+
+
+class Forked(FORKS.Process):
+    """A job in a process of its own, in which nothing slow is imported again."""
+
+    def __init__(self, folder, arguments, before, store):
         super().__init__()
         self.printed = folder / f"printed{len([*folder.glob('printed*')])}.txt"
         self._job = folder, ["dpexp", *arguments], before
+        self._store, self._environment = store, {**os.environ}
 
     def run(self):
+        os.environ.update(self._environment)
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -113,7 +133,8 @@ class Forked(multiprocessing.get_context("fork").Process):
         folder, sys.argv, before = self._job
         os.chdir(folder)
         before()
-        main()
+        with copies_of(self._store):
+            main()
 
     def send_signal(self, number):
         if self.is_alive():
@@ -134,8 +155,8 @@ def forked(tmp_path, monkeypatch, empty_store):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     jobs = []
 
-    def start(*arguments: str, folder: Path = tmp_path, before=lambda: None) -> Forked:
-        jobs.append(Forked(folder, arguments, before))
+    def start(*arguments: str, folder: Path = tmp_path, before=at_once) -> Forked:
+        jobs.append(Forked(folder, arguments, before, empty_store))
         jobs[-1].start()
         return jobs[-1]
 

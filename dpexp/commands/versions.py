@@ -16,7 +16,8 @@ def version(arguments: Sequence[str]) -> None:
     found, cuda = commit(CONF.parent), torch.cuda.is_available()
     changed = " with changes" if found.get("dpexp.dirty") == "yes" else ""
     print(f"dpexp {version_of('dpexp')}" + (f", commit {found['dpexp.commit']}{changed}" if found else ""))
-    names = ("torch", "pytorch-lightning", "mlflow", "hydra-core", "dp-accounting")
-    print(f"Python {platform.python_version()}", *(f"{name} {version_of(name)}" for name in names), sep=", ")
+    names = ("pytorch-lightning", "mlflow", "hydra-core", "dp-accounting")
+    versions = [f"torch {torch.__version__}", *(f"{name} {version_of(name)}" for name in names)]
+    print(f"Python {platform.python_version()}", *versions, sep=", ")
     device = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else f"{platform.machine()}, no GPU"
     print(f"{device}; {os.cpu_count()} cores; {platform.platform()}")
