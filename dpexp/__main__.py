@@ -52,8 +52,8 @@ FUNCTIONS = {
     "version": "dpexp.commands.versions",
 }
 HELP = {"--help", "-h"}
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
-              errno.EISDIR, errno.ENOENT)  # fmt: skip
+FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+               errno.EISDIR, errno.ENOENT)  # fmt: skip
 _format_warning = warnings.formatwarning
 
 
@@ -79,7 +79,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
         sys.exit(141)
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        if error.errno not in FILE_ERRORS:
             raise
         path = error.filename2 or error.filename or os.getcwd()  # filename2: the destination of a copy
         sys.exit(f"dpexp: {path} cannot be read or written: {error.strerror}.")

@@ -8,7 +8,6 @@ import sqlite3
 import sys
 import warnings
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -87,11 +86,7 @@ def dpexp_job(tmp_path, jobs_in):
 
 
 def signal_after(rounds: int, number: int):
-    """For a forked job: it sends itself a signal after so many rounds, if it has at least one more to do."""
-    return partial(_signal_after, rounds, number)
-
-
-def _signal_after(rounds, number):
+    """Lets a job of this process send itself a signal after so many rounds, if it has at least one more to do."""
     from dpexp.privacy.callback import PrivacyCallback  # zoo.images has to import torchvision before Lightning
 
     end = PrivacyCallback.on_train_batch_end
@@ -104,10 +99,6 @@ def _signal_after(rounds, number):
     PrivacyCallback.on_train_batch_end = then_signal
 
 
-def at_once():
-    """For a forked job without a signal."""
-
-
 # Forks come from a server that has imported what is slow, and has trained nothing: PyTorch for CUDA refuses to train in
 # a process that was forked from one that has.
 FORKS = multiprocessing.get_context("forkserver")
@@ -117,23 +108,23 @@ FORKS.set_forkserver_preload(["dpexp.commands.train"])
 class Forked(FORKS.Process):
     """A job in a process of its own, in which nothing slow is imported again."""
 
-    def __init__(self, folder, arguments, before, store):
+    def __init__(self, folder, arguments, signal_after, store):
         super().__init__()
         self.printed = folder / f"printed{len([*folder.glob('printed*')])}.txt"
-        self._job = folder, ["dpexp", *arguments], before
-        self._store, self._environment = store, {**os.environ}
+        self._job = folder, ["dpexp", *arguments], signal_after, store, {**os.environ}
 
     def run(self):
-        os.environ.update(self._environment)
-        os.environ.pop("MLFLOW_TRACKING_URI", None)
+        folder, sys.argv, when, store, environment = self._job
+        os.environ.clear()
+        os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
-        folder, sys.argv, before = self._job
         os.chdir(folder)
-        before()
-        with copies_of(self._store):
+        if when:
+            signal_after(*when)
+        with copies_of(store):
             main()
 
     def send_signal(self, number):
@@ -155,8 +146,8 @@ def forked(tmp_path, monkeypatch, empty_store):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     jobs = []
 
-    def start(*arguments: str, folder: Path = tmp_path, before=at_once) -> Forked:
-        jobs.append(Forked(folder, arguments, before, empty_store))
+    def start(*arguments: str, folder: Path = tmp_path, signal_after=None) -> Forked:
+        jobs.append(Forked(folder, arguments, signal_after, empty_store))
         jobs[-1].start()
         return jobs[-1]
 

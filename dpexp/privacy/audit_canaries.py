@@ -291,7 +291,7 @@ class _Own(Dataset):
 
 
 class _Collate:
-    """Collates each record alone with the user's `collate_fn`; a canary's batch fills other places than a record's."""
+    """Collates a chunk of records with the user's `collate_fn`; of canaries, only their numbers and values."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
