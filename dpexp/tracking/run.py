@@ -73,11 +73,22 @@ class MetricsLogger(pl.loggers.logger.Logger):
     def version(self) -> str:
         return ""
 
+    @property
+    def experiment(self) -> Any:
+        return _NoExperiment()
+
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         done = self.rounds() if self.rounds is not None else step or 0
         self._send({name: float(value) for name, value in metrics.items() if name != "epoch"}, done)
+
+
+class _NoExperiment:
+    """What a LightningModule finds as `self.logger.experiment`; any use of it is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(f"self.logger.experiment.{name}: what it writes is not accounted; log values by self.log.")
 
 
 class TrackedRun:

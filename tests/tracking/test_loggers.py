@@ -7,6 +7,7 @@ import pytest
 from jobs import store_of
 
 from dpexp.commands.trainer import _to_tensorboard
+from dpexp.errors import ConfigError
 from dpexp.tracking.run import MetricsLogger
 
 JOB = (
@@ -51,7 +52,9 @@ def test_tensorboard_gets_the_round_in_place_of_the_time():
     logger.rounds = lambda: 7
     logger.log_metrics({"epsilon": 1.5, "epoch": 0}, step=6)
     assert calls == [("epsilon", 1.5, 7, 7)] and flushed
-    assert not hasattr(logger, "experiment") and logger.log_hyperparams({"secret": 1}) is None
+    assert logger.log_hyperparams({"secret": 1}) is None
+    with pytest.raises(ConfigError, match=r"self\.logger\.experiment\.add_histogram: what it"):
+        logger.experiment.add_histogram("weights", [1.0])
 
 
 def test_tensorboards_file_has_no_times(dpexp_job):
