@@ -1,6 +1,6 @@
 """The same private training by dpexp and by other libraries, each through the interface that its documentation shows.
 
-    python benchmarks/peers.py DATA --fastdp PYTHON --jax PYTHON --tf PYTHON --opake PYTHON
+    python benchmarks/peers.py DATA --fastdp PYTHON --jax PYTHON --tf PYTHON --opake PYTHON --pfl PYTHON
 
 DATA is a folder with MNIST's four standard files. What is trained, and how, is in benchmarks/peers/: one script a
 library. dpexp and Opacus run in this interpreter, the others in those that are given, or not at all. Each run is a
@@ -33,8 +33,9 @@ SCRIPTS = {
     "JAX Privacy": "with_jax_privacy.py",
     "TensorFlow Privacy": "with_tf_privacy.py",
     "Opake": "with_opake.py",
+    "pfl": "with_pfl.py",
 }
-SHUFFLED = ("fastDP", "TensorFlow Privacy")
+SHUFFLED = ("fastDP", "TensorFlow Privacy", "pfl")
 HEAD = ["", "accuracy, % (runs)", "z; ε, said; ε, PLD", "CPU: ms a round; s in all", "MiB; lines"]
 
 
@@ -42,13 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="folder of MNIST's files")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    for name in ("fastdp", "jax", "tf", "opake"):
+    for name in ("fastdp", "jax", "tf", "opake", "pfl"):
         parser.add_argument(f"--{name}", help="an interpreter that has it")
     parser.add_argument("--results", default="outputs/peers.jsonl")
     given = parser.parse_args()
     pythons = dict.fromkeys(SCRIPTS, sys.executable)
     pythons |= {"fastDP": given.fastdp, "JAX Privacy": given.jax, "TensorFlow Privacy": given.tf}
-    pythons |= {"Opake": given.opake}
+    pythons |= {"Opake": given.opake, "pfl": given.pfl}
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     results = Path(given.results)
     results.parent.mkdir(parents=True, exist_ok=True)
