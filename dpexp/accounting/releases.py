@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpexp.accounting.coverage import CLAIMS, SENSITIVITY, accountants_for_noise, check_covered, coverage, yaml_name
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Query, Round, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Query, Round, SumQueryEvent
 from dpexp.errors import ConfigError
 
 _ROUNDING = 1e-12  # relative: values of z closer than this count as equal
@@ -170,7 +170,7 @@ def _check_bands(round_: Round) -> None:
 def _check_noise(query: Query, accountant: str | None) -> None:
     allowed = accountants_for_noise(query.noise)
     if not allowed or (accountant is not None and query.noise not in coverage(accountant).noise):
-        name = query.query if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent) else query.group
+        name = query.query if isinstance(query, OneTimeQueryEvent) else query.group
         raise ConfigError(
             f"accountant={accountant or 'pld'} is not stated for the noise of the query {name!r} ({query.noise}); "
             + (f"choose accountant={' or '.join(allowed)}, or other noise." if allowed else "no accountant is.")

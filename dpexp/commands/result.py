@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
+from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.risk import risk
 from dpexp.commands.build import accountants
 from dpexp.commands.trainer import AVERAGING
@@ -127,11 +127,9 @@ def released_values(module: pl.LightningModule, privacy: PrivacyCallback | None,
     preprocessing = {name: step.released_values() for name, step in preprocessing_of(module).items()}
     preprocessing = {name: values for name, values in preprocessing.items() if values}
     found: dict[str, Any] = {"preprocessing": preprocessing} if preprocessing else {}
-    before = privacy.plan.preprocessing if privacy else []
-    counted = [event for event in before if isinstance(event, ParallelQueryEvent)]
+    events = {event.query: event for event in privacy.plan.preprocessing} if privacy else {}
     for name, values in preprocessing.items():
-        event = next((event for event in counted if event.query == name), None)
-        _save(class_counts(values, event, name), output / f"{name}.png")
+        _save(class_counts(values, events.get(name), name), output / f"{name}.png")
     if privacy and privacy.estimates.history:
         _save(values_over_rounds(privacy.estimates), output / "released.png")
         smoothed = {name: privacy.estimates.moving_average(name) for name in privacy.estimates.history}

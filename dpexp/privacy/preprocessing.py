@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp._lightning_compat import pl, training_loader
-from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, ParallelQueryEvent, SamplingEvent
+from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, SamplingEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
@@ -19,7 +19,7 @@ from dpexp.privacy.noise.continuous import GaussianNoise, add_laplace
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.plan.clipping import Abadi
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.preprocessing_methods import Preprocessing, parts_of, preprocessing_of, upper
+from dpexp.privacy.preprocessing_methods import Preprocessing, preprocessing_of, upper
 from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch
 from dpexp.privacy.sampling.fetching import all_records, attempt, sampled_dataset
 
@@ -56,8 +56,7 @@ def prepare(
             f"{own or 'none'}; make the plan for the module that is trained."
         )
     for step, event in zip(steps.values(), plan.preprocessing, strict=True):
-        one = parts_of(event)[0]
-        step.sd = one.scale * (math.sqrt(2) if one.noise == "laplace" else 1)
+        step.sd = event.scale * (math.sqrt(2) if event.noise == "laplace" else 1)
     for k, (name, step) in [*enumerate(steps.items())][done:]:
         event, earlier = plan.preprocessing[k], [*steps.values()][:k]
         total = torch.zeros(step.d, dtype=torch.float64)
@@ -67,20 +66,17 @@ def prepare(
         ledger.sample(SamplingEvent("all", 1.0, plan.n))
         ledger.query(event)
         ledger.commit()
-        parts = parts_of(event)
-        sums = [(part, query.scale) for part, query in zip(total.chunk(len(parts)), parts, strict=True)]
         if processes.is_main and event.noise == "laplace":
-            add_laplace(sums, noise)
+            add_laplace([(total, event.scale)], noise)
         elif processes.is_main:
-            GaussianNoise(noise).add_to(sums)
+            GaussianNoise(noise).add_to([(total, event.scale)])
         processes.broadcast({name: total})
         step.fit(total.float(), plan.n)
         yield
 
 
-def _described(event: OneTimeQueryEvent | ParallelQueryEvent) -> str:
-    one = parts_of(event)[0]
-    return f"{event.query} ({one.noise}, S = {one.S}, replaced {one.S_replaced}, {len(parts_of(event))} parts)"
+def _described(event: OneTimeQueryEvent) -> str:
+    return f"{event.query} ({event.noise}, S = {event.S}, replaced {event.S_replaced})"
 
 
 class NonPrivatePreprocessing(pl.Callback):

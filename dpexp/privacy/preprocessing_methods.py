@@ -6,14 +6,13 @@ A new method is a class here and a file in conf/preprocessing. `dpexp.privacy.pr
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.dominating_pairs import pure_below
-from dpexp.accounting.ledger import OneTimeQueryEvent, ParallelQueryEvent
+from dpexp.accounting.ledger import OneTimeQueryEvent
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 
 _MAX_CENTER = 1e20
@@ -58,7 +57,7 @@ class Preprocessing(nn.Module, ABC):
         """Whether it is the model itself, which has the plan's noise multiplier, since nothing is trained after it."""
         return self.budget_share is self.noise_multiplier is None
 
-    def query(self, name: str, adjacency: str, mu: float | None) -> OneTimeQueryEvent | ParallelQueryEvent:
+    def query(self, name: str, adjacency: str, mu: float | None) -> OneTimeQueryEvent:
         """The ledger event of the release. mu: μ* of the target; None: there is none.
 
         Raises:
@@ -284,12 +283,6 @@ class ClassCounts(Preprocessing):
         self.replace_sensitivity = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
 
-    def query(self, name: str, adjacency: str, mu: float | None) -> ParallelQueryEvent:
-        one = super().query(name, adjacency, mu)
-        assert isinstance(one, OneTimeQueryEvent)
-        counted = (replace(one, query=str(k), S_replaced=1.0) for k in range(len(self.counts)))
-        return ParallelQueryEvent(name, "class", tuple(counted))
-
     def vector(self, x: Tensor, y: Tensor) -> Tensor:
         if y.dim() or y.is_floating_point() or y.is_complex():
             raise ConfigError("preprocessing.class_counts: a record's label must be one integer, its class.")
@@ -344,7 +337,7 @@ def preprocessing_of(module: nn.Module) -> dict[str, Preprocessing]:
     return steps | ({"model": model} if model is not None else {})
 
 
-def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTimeQueryEvent | ParallelQueryEvent, ...]:
+def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTimeQueryEvent, ...]:
     """The ledger events of a module's preprocessing steps; arguments as of `Preprocessing.query`."""
     steps = preprocessing_of(module)
     shares = {name: step.budget_share for name, step in steps.items() if step.budget_share is not None}
@@ -352,8 +345,3 @@ def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTim
         listed = " and ".join(f"preprocessing.{name}.budget_share={share:g}" for name, share in shares.items())
         raise ConfigError(f"{listed} leave nothing for training; their sum must be below 1.")
     return tuple(step.query(name, adjacency, mu) for name, step in steps.items())
-
-
-def parts_of(event: OneTimeQueryEvent | ParallelQueryEvent) -> tuple[OneTimeQueryEvent, ...]:
-    """The parallel queries of disjoint partitions, or the one query."""
-    return event.queries if isinstance(event, ParallelQueryEvent) else (event,)

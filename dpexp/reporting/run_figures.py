@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.coverage import coverage
-from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent
 from dpexp.accounting.risk import type_two_errors
 from dpexp.accounting.rounding import down, up
 from dpexp.privacy.private_metrics import MetricEstimates
@@ -108,7 +108,7 @@ def values_over_rounds(estimates: MetricEstimates) -> Figure:
     return figure
 
 
-def class_counts(counts: Sequence[float], event: ParallelQueryEvent | None, name: str) -> Figure:
+def class_counts(counts: Sequence[float], event: OneTimeQueryEvent | None, name: str) -> Figure:
     """Released counts as bars, ± one standard deviation of the noise (√2 b for Laplace noise).
 
     Args:
@@ -116,8 +116,7 @@ def class_counts(counts: Sequence[float], event: ParallelQueryEvent | None, name
     """
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot(xlabel="class", ylabel="records")
-    scale = 0.0 if event is None else max(query.scale for query in event.queries)
-    deviation = scale * (math.sqrt(2) if event is not None and event.noise == "laplace" else 1.0)
+    deviation = event.scale * (math.sqrt(2) if event.noise == "laplace" else 1.0) if event else 0.0
     axes.bar(range(len(counts)), counts, yerr=deviation or None, capsize=3, alpha=0.8)
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set_title(f"{name}: noise of standard deviation {deviation:.3g}", fontsize="medium")

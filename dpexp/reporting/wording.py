@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent
 from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.risk import gaussian, in_words
 from dpexp.accounting.rounding import up
@@ -15,18 +15,13 @@ RECALL = "test_recall_"  # of class 0, 1, …
 BASELINES = {"test_accuracy": "test_majority_accuracy", "test_perplexity": "test_unigram_perplexity"}
 
 
-def before_training(event: OneTimeQueryEvent | ParallelQueryEvent, plan: PrivacyPlan, delta: float) -> str:
+def before_training(event: OneTimeQueryEvent, plan: PrivacyPlan, delta: float) -> str:
     """A release before training in words, with its own ε."""
-    queries = event.queries if isinstance(event, ParallelQueryEvent) else (event,)
-    disjoint = (
-        f", of {len(queries)} disjoint parts by {event.parts_by}" if isinstance(event, ParallelQueryEvent) else ""
-    )
     noise = "σ" if event.noise == "gaussian" else "Laplace noise b"
-    scale = max(query.scale for query in queries)
     own = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
     cost = f"ε = {up(epsilon(own, delta), 3)} by itself"
     when = "Before the first round" if plan.rounds else "Released once"
-    return f"{when}: {event.query}{disjoint}: S = {queries[0].S:.4g}, {noise} = {scale:.4g}, {cost}"
+    return f"{when}: {event.query}: S = {event.S:.4g}, {noise} = {event.scale:.4g}, {cost}"
 
 
 def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""One-time queries: Laplace, Gaussian and parallel queries composed with training rounds, against dp-accounting's
+"""One-time queries: Laplace and Gaussian queries composed with training rounds, against dp-accounting's
 composition of the same events; and their lines in a ledger."""
 
 import math
@@ -19,7 +19,6 @@ from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
     OneTimeQueryEvent,
-    ParallelQueryEvent,
     Round,
     SamplingEvent,
     SumQueryEvent,
@@ -47,11 +46,9 @@ def once(event):
     return Round(EVERYONE, (event,))
 
 
-PARTS = ParallelQueryEvent(
-    "all", "class", (laplace(20.0, query="0"), laplace(10.0, query="1"), laplace(15.0, query="2"))
-)
+CLASSES = laplace(10.0, query="classes")
 EVERYTHING = Ledger(
-    "add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1, once(PARTS): 1, TRAINING: 1000}
+    "add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1, once(CLASSES): 1, TRAINING: 1000}
 )  # fmt: skip
 
 
@@ -60,14 +57,14 @@ def composed(accountant):
     for event, count in (
         (dp_accounting.LaplaceDpEvent(4.0), 1),
         (dp_accounting.GaussianDpEvent(7.0), 1),
-        (dp_accounting.LaplaceDpEvent(10.0), 1),  # the worst of the parts
+        (dp_accounting.LaplaceDpEvent(10.0), 1),
         (dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.1)), 1000),
     ):
         accountant.compose(event, count)
     return accountant
 
 
-def test_laplace_gaussian_parts_and_training_compose_as_in_dp_accounting():
+def test_laplace_gaussian_and_training_compose_as_in_dp_accounting():
     directly = composed(pld.PLDAccountant(value_discretization_interval=1e-4))
     for d in (1e-2, 1e-5, 1e-8):
         assert epsilon(EVERYTHING, d) == pytest.approx(directly.get_epsilon(d), rel=1e-3)
@@ -88,7 +85,7 @@ def test_moments_and_basic_and_strong_composition():
     directly = composed(rdp.RdpAccountant([float(order) for order in range(2, 34)]))._rdp
     by_hand = min(r - math.log(1e-5) / moment for moment, r in enumerate(directly, 1))
     assert epsilon(EVERYTHING, 1e-5, "moments") == pytest.approx(by_hand, rel=1e-6)
-    only = Ledger("add_remove", {once(laplace(4.0)): 1, once(PARTS): 1})
+    only = Ledger("add_remove", {once(laplace(4.0)): 1, once(CLASSES): 1})
     for name in ("basic", "strong"):
         assert epsilon(only, 1e-9, name) == pytest.approx(0.35, rel=1e-9)
     both = Ledger("add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1})
@@ -150,19 +147,6 @@ def test_counts_by_laplace_under_each_adjacency(adjacency, ratio):
     assert delta(ledger, 0.0) == pytest.approx(-math.expm1(-ratio / 8), rel=1e-8)
 
 
-def test_a_replaced_record_may_change_two_parts():
-    """By Laplace: the two worst add up. By Gauss: their squares do, unless a record that stays in its part is worse."""
-    assert PARTS.ratio("add_remove") == PARTS.ratio("replace_null") == 0.1
-    assert PARTS.ratio("replace_one") == max(2 / 10, 1 / 10 + 1 / 15)
-    near = ParallelQueryEvent("all", "class", tuple(laplace(scale, replaced=1.0) for scale in (10.0, 10.0)))
-    assert near.ratio("replace_one") == 0.2, "no query moves by more than 1, and yet two do"
-    assert ParallelQueryEvent("all", "class", (gaussian(5.0, replaced=1.0),) * 2).ratio("replace_one") == math.hypot(
-        0.2, 0.2
-    )
-    assert ParallelQueryEvent("all", "class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
-    assert ParallelQueryEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
-
-
 # On disk
 
 
@@ -181,15 +165,15 @@ def written(path, *events, rounds=2, **options):
 
 
 def test_lines_in_a_ledger(tmp_path, read_lines):
-    ledger = written(tmp_path / "l.jsonl", gaussian(7.0), PARTS)
+    ledger = written(tmp_path / "l.jsonl", gaussian(7.0), CLASSES)
     assert read_ledger(tmp_path / "l.jsonl") == ledger
     assert (len(ledger), ledger.training_rounds) == (4, 2)
     header, first, _, second, *_ = read_lines(tmp_path / "l.jsonl")
     assert header["sampling"] == {"policy": "poisson", "n": 60_000, "q": [0.01]}
     pca = {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": math.sqrt(2), "scale": 7.0}
     assert first["queries"] == [pca] and first["sampling"] == {"policy": "all", "q": 1.0, "n": 60_000}
-    (parts,) = second["queries"]
-    assert parts["parts_by"] == "class" and [query["scale"] for query in parts["queries"]] == [20.0, 10.0, 15.0]
+    classes = {"query": "classes", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 10.0}
+    assert second["queries"] == [classes]
 
 
 @pytest.mark.parametrize("sampling, others", [(POISSON, ()), (EVERYONE, (SumQueryEvent("all", 1.0, 1.0),))])
@@ -202,9 +186,7 @@ def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
     "query, wrong",
     [
         ({"query": "a", "noise": "laplace", "S": 1.0, "scale": 1.0}, "S_replaced"),
-        ({"query": "a", "parts_by": "class", "queries": []}, "all have Laplace noise, or all Gaussian"),
-        ({"query": "a", "parts_by": 3, "queries": []}, "parts_by=3"),
-        ({"parts_by": "class", "queries": []}, "not understood"),
+        ({"query": "a", "parts_by": "class", "queries": []}, "not understood"),
     ],
 )
 def test_an_invalid_line_is_refused(tmp_path, query, wrong):

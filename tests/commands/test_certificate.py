@@ -140,12 +140,12 @@ def test_what_a_run_does_not_guarantee_is_said(certified, tmp_path, capsys):
     assert (
         said["run"]["ledger"]["complete"] and capsys.readouterr().out.count("The ledger ends early: the run was") == 2
     )
-    found_later = DOCS.parent / "tests/ledgers/found_later.jsonl"
-    (tmp_path / "ledger.jsonl").write_bytes(found_later.read_bytes())
+    seeded = DOCS.parent / "tests/ledgers/trained.jsonl"
+    (tmp_path / "ledger.jsonl").write_bytes(seeded.read_bytes())
     said = json.loads(certificate(["ledger.jsonl", "delta=1e-5"]).read_text())
-    assert not said["run"]["private"] and "since round 2" in said["run"]["not_private_reason"]
+    assert not said["run"]["private"] and said["run"]["not_private_reason"] == "the noise seed is known"
     verify(["ledger.certificate.json"])
-    assert capsys.readouterr().out.count("ε does not cover all that the run shows: the bound may not have held") == 2
+    assert capsys.readouterr().out.count("ε does not cover all that the run shows: the noise seed is known") == 2
 
 
 def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(dpexp_job, monkeypatch, capsys):

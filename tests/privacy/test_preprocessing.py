@@ -20,7 +20,7 @@ import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.dominating_pairs import gaussian_above
-from dpexp.accounting.ledger import LedgerWriter, ParallelQueryEvent, read_ledger, write_ledger
+from dpexp.accounting.ledger import LedgerWriter, read_ledger, write_ledger
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr
 from dpexp.commands.account import account
 from dpexp.commands.saved_jobs import predict
@@ -367,10 +367,9 @@ def test_the_noise_is_that_of_the_event(kind, tmp_path):
         (tmp_path / str(k)).mkdir()
         plan, _ = written(tmp_path / str(k), module)
     (event,) = plan.preprocessing
-    parts = event.queries if isinstance(event, ParallelQueryEvent) else (event,)
-    assert {part.scale for part in parts} == {40.0 * own.S} and event.noise == own.noise
+    assert event.scale == 40.0 * own.S and event.noise == own.noise
     noise = (torch.stack(seen) - total(own, *records())).flatten()
-    expected = parts[0].scale * (math.sqrt(2) if own.noise == "laplace" else 1)
+    expected = event.scale * (math.sqrt(2) if own.noise == "laplace" else 1)
     assert noise.std().item() == pytest.approx(expected, rel=4 / math.sqrt(len(noise)) * 1.5)
     distinct = torch.stack(seen).unique().numel()
     assert distinct > 0.99 * torch.stack(seen).numel(), "drawn anew, but for what float32 makes equal"
@@ -565,7 +564,7 @@ QUICK = ("sampling.steps=4", "tracking=none")
 def test_a_job_saves_a_model_of_raw_inputs(dpexp_job, tmp_path, capsys):
     output = dpexp_job(*JOB, QUICK[0])
     said = capsys.readouterr().out
-    assert "Before the first round: pca: S = 1, σ = 3.868" in said and "of 10 disjoint parts by class" in said
+    assert "Before the first round: pca: S = 1, σ = 3.868" in said and "class_counts: S = 1, Laplace" in said
     ledger = read_ledger(output / "ledger.jsonl")
     assert [r.one_time_query.query for r in ledger.rounds if r.one_time_query] == ["class_counts", "standardize", "pca"]
     result = result_of(output)

@@ -40,7 +40,6 @@ from dpexp.accounting.ledger.events import (
     POLICIES,
     Ledger,
     OneTimeQueryEvent,
-    ParallelQueryEvent,
     Part,
     Query,
     Round,
@@ -54,6 +53,6 @@ from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
 
 __all__ = [
     "ADJACENCIES", "POLICIES", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
-    "ParallelQueryEvent", "Part", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
+    "Part", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
     "incomplete_reason", "ledger_so_far", "rate_in_part", "read_ledger", "write_ledger",
 ]  # fmt: skip

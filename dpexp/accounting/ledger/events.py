@@ -222,49 +222,7 @@ class OneTimeQueryEvent:
         return (self.S_replaced if adjacency == "replace_one" else self.S) / self.scale
 
 
-@dataclass(frozen=True)
-class ParallelQueryEvent:
-    """Parallel composition: one query on each part of a partition of the records.
-
-    The part of a record must be a function of that record alone. Then adding or removing a record changes one part, and
-    all queries together cost as much as the most expensive one (McSherry 2009, theorem 4). Replacing a record may
-    change two parts. These two queries compose: squares of L2 sensitivity over scale add up for `gaussian`, and L1
-    sensitivities over scale add up for `laplace`.
-
-    Attributes:
-        query: the name of all queries together.
-        parts_by: what a record's part is a function of.
-        queries: one query for each part, all with the same type of noise.
-    """
-
-    query: str
-    parts_by: str
-    queries: tuple[OneTimeQueryEvent, ...]
-
-    def __post_init__(self) -> None:
-        _check_name("query", self.query)
-        if not isinstance(self.parts_by, str):
-            raise ConfigError(f"parts_by={self.parts_by!r} must say what a record's part is a function of.")
-        if not self.queries or len({query.noise for query in self.queries}) != 1:
-            raise ConfigError(
-                f"query {self.query!r}: queries on disjoint parts must all have Laplace noise, or all Gaussian noise; "
-                "give each type of noise an event of its own."
-            )
-
-    @property
-    def noise(self) -> str:
-        return self.queries[0].noise
-
-    def ratio(self, adjacency: str) -> float:
-        """Sensitivity over scale of the single query that costs as much."""
-        worst = max(query.ratio(adjacency) for query in self.queries)
-        if adjacency != "replace_one" or len(self.queries) == 1:
-            return worst
-        two = sorted(query.ratio("add_remove") for query in self.queries)[-2:]
-        return max(worst, sum(two) if self.noise == "laplace" else math.hypot(*two))
-
-
-Query = SumQueryEvent | OneTimeQueryEvent | ParallelQueryEvent
+Query = SumQueryEvent | OneTimeQueryEvent
 
 
 @dataclass(frozen=True)
@@ -282,8 +240,8 @@ class Round:
             )
 
     @property
-    def one_time_query(self) -> OneTimeQueryEvent | ParallelQueryEvent | None:
-        return next((q for q in self.queries if isinstance(q, OneTimeQueryEvent | ParallelQueryEvent)), None)
+    def one_time_query(self) -> OneTimeQueryEvent | None:
+        return next((q for q in self.queries if isinstance(q, OneTimeQueryEvent)), None)
 
     @property
     def bands(self) -> int:

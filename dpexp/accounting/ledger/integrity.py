@@ -21,19 +21,16 @@ VERSION = 2
 FORMAT = (
     "JSON Lines. In this line, run is a random number that only this run has, and not_private, if there, why what the "
     "run shows is not covered by what its rounds cost. A record is an example, or what record says; with a "
-    "part, only those whose hash by its rule is at least low and below high were used. An object "
-    "with a spec describes one kind of round: how its "
-    "sample was drawn, and the L2 bound S and the noise's standard deviation sigma of each sum that was released from "
-    "it; or a query of all records that is answered once, as before training, with its "
+    "part, only those whose hash by its rule is at least low and below high were used. An object with a spec describes "
+    "one kind of round: how its sample was drawn, and the L2 bound S and the noise's standard deviation sigma of each "
+    "sum that was released from it; or a query of all records that is answered once, as before training, with its "
     "noise, that noise's scale, and how far a record more or less (S) or another in its place (S_replaced) moves the "
-    "answer; or under parts_by one such query of each of several disjoint parts. Where noise was correlated from round "
-    "to round, bands are c: sigma y_t was added, with y_t = (Z_t - c_1 y_{t-1} - c_2 y_{t-2} - ...)/c_0 and "
-    "independent Z_t of standard deviation 1, y being 0 before the round whose number, from 0, is block. [line, spec, "
-    "link] is one round of that kind, written before its result was used. An object with rounds closes the ledger: "
-    "that many rounds were written in all, and sha256 is that of all lines before it; a ledger whose last line is "
-    "another ends early. An object with not_private says what was found later: why, and since which round, what the "
-    "run shows is not covered. line counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the "
-    "file before the link; it has no key, so it shows accidents, not forgery."
+    "answer. Where noise was correlated from round to round, bands are c: sigma y_t was added, with y_t = (Z_t - c_1 "
+    "y_{t-1} - c_2 y_{t-2} - ...)/c_0 and independent Z_t of standard deviation 1, y being 0 before the round whose "
+    "number, from 0, is block. [line, spec, link] is one round of that kind, written before its result was used. An "
+    "object with rounds closes the ledger: that many rounds were written in all, and sha256 is that of all lines "
+    "before it; a ledger whose last line is another ends early. line counts from 1. link is the first 4 hex digits of "
+    "the SHA-256 of all bytes of the file before the link; it has no key, so it shows accidents, not forgery."
 )
 
 

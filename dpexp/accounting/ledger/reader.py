@@ -1,7 +1,6 @@
 """Reads ledger files. The package's docstring describes the format."""
 
 import json
-import math
 import warnings
 from collections import Counter
 from contextlib import suppress
@@ -13,7 +12,6 @@ from dpexp.accounting.ledger.events import (
     ADJACENCIES,
     Ledger,
     OneTimeQueryEvent,
-    ParallelQueryEvent,
     Part,
     Query,
     Round,
@@ -25,7 +23,6 @@ from dpexp.accounting.ledger.integrity import VERSION, Chain, end_of, missing, r
 from dpexp.errors import ConfigError
 
 NEWLINE, BRACE = b"\n{"
-SMOOTHING = 64  # t²
 
 
 def read_ledger(path: str | Path) -> Ledger:
@@ -95,7 +92,6 @@ def contents(path: Path) -> Contents:
 def _read(path: Path, file: BinaryIO) -> Contents:
     chain = Chain()
     header = _header(path, file.readline(), chain)
-    not_private = header.get("not_private")
     specs: dict[int, Round] = {}
     counts: dict[bytes, int] = {}  # by spec, as round lines name it
     partial, closed_at, before = False, 0, ""
@@ -121,10 +117,6 @@ def _read(path: Path, file: BinaryIO) -> Contents:
                 specs[chain.specs] = _spec(f"{where}: round spec {chain.specs}", entry)
                 counts[b"%d" % chain.specs] = 0
                 chain.specs += 1
-            case ["line", "link", "not_private"]:
-                if not isinstance(entry["not_private"], str):
-                    raise ConfigError(f"{where}: not_private {entry['not_private']!r} is not understood.")
-                not_private = not_private or entry["not_private"]
             case ["line", "link", "rounds", "sha256"]:
                 closed_at = chain.lines
                 if (entry["rounds"], entry["sha256"]) != (sum(counts.values()), before):
@@ -143,7 +135,9 @@ def _read(path: Path, file: BinaryIO) -> Contents:
             rounds[specs[int(spec)]] += count
     incomplete = partial or closed_at != chain.lines
     part = Part(**header["part"]) if header.get("part") is not None else None
-    ledger = Ledger(header["adjacency"], dict(rounds), incomplete, not_private, header.get("record"), part=part)
+    ledger = Ledger(
+        header["adjacency"], dict(rounds), incomplete, header.get("not_private"), header.get("record"), part=part
+    )
     return Contents(ledger, header, specs, chain)
 
 
@@ -213,22 +207,11 @@ def _spec(where: str, entry: dict[str, Any]) -> Round:
 
 
 def _query(**facts: Any) -> Query:
-    if "parts_by" in facts:
-        facts["queries"] = tuple(OneTimeQueryEvent(**part) for part in facts.get("queries", ()))
-        return ParallelQueryEvent(**facts)
     if "query" in facts:
         return OneTimeQueryEvent(**facts)
     if isinstance(facts.get("bands"), list):
         facts["bands"] = tuple(facts["bands"])
-    return _in_integers(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
-
-
-def _in_integers(group: str, grid: float, S2: int, sigma2: int) -> SumQueryEvent:
-    """The Gaussian sum query that costs as much as one on integers, which ledgers of earlier versions may have
-    (docs/mathematics.md, discrete Gaussian noise)."""
-    if not (type(S2) is type(sigma2) is int and S2 >= 1 and sigma2 >= 2 * SMOOTHING):
-        raise ConfigError(f"group {group!r}: S2={S2!r} and sigma2={sigma2!r} must be whole numbers above 0 and 127.")
-    return SumQueryEvent(group, grid * math.sqrt(S2), grid * math.sqrt(sigma2 - SMOOTHING))
+    return SumQueryEvent(**facts)
 
 
 def _parse(where: str, line: bytes) -> Any:

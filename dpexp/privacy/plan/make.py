@@ -10,7 +10,7 @@ from torch import nn
 from dpexp._lightning_compat import refuse_mixed
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.coverage import check_covered
-from dpexp.accounting.ledger import OneTimeQueryEvent, ParallelQueryEvent
+from dpexp.accounting.ledger import OneTimeQueryEvent
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
@@ -30,7 +30,7 @@ from dpexp.privacy.plan.clipping import (
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
-from dpexp.privacy.preprocessing_methods import parts_of, preprocessing_of, queries
+from dpexp.privacy.preprocessing_methods import preprocessing_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling.policies import CyclicPoisson, FullBatch, RandomAllocation
@@ -223,7 +223,7 @@ def has_no_rounds(module: nn.Module) -> bool:
 
 
 def _without_rounds(
-    queries: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...], n: int, adjacency: str, target: Target,
+    queries: tuple[OneTimeQueryEvent, ...], n: int, adjacency: str, target: Target,
     privacy_target: Epsilon | MaxAdvantage | MaxTpr | None, calibrate: str,
 ) -> PrivacyPlan:  # fmt: skip
     """The plan of queries on all records, of which the last has the noise multiplier z."""
@@ -282,11 +282,7 @@ def _checked(plan: PrivacyPlan) -> PrivacyPlan:
         for by in (min(multipliers), max(multipliers))
     ]
     bounds += [(f"group {group.name}: the scale α", alpha) for group in plan.groups for alpha in group.alphas]
-    bounds += [
-        (f"preprocessing.{query.query}: the clipping norm S", part.S)
-        for query in plan.preprocessing
-        for part in parts_of(query)
-    ]
+    bounds += [(f"preprocessing.{query.query}: the clipping norm S", query.S) for query in plan.preprocessing]
     for what, number in bounds:
         if not 1e-20 <= number <= 1e20:
             raise ConfigError(f"{what}={number:g} must lie between 1e-20 and 1e20.")

@@ -12,7 +12,6 @@ from dpexp.accounting.calibration import Calibration
 from dpexp.accounting.ledger import (
     Ledger,
     OneTimeQueryEvent,
-    ParallelQueryEvent,
     Part,
     Round,
     SamplingEvent,
@@ -120,7 +119,7 @@ class PrivacyPlan:
     schedule: Schedule = field(default_factory=Schedule)
     adaptive: AdaptiveTargets | None = None
     calibration: Calibration | None = None
-    preprocessing: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...] = ()
+    preprocessing: tuple[OneTimeQueryEvent, ...] = ()
     privacy_unit: Example = field(default_factory=Example)
     delta: float | None = None
     part: Part | None = None
