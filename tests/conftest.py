@@ -43,6 +43,15 @@ def empty_store(tmp_path_factory):
         yield path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def composed_once():
+    """Hydra composes a job's options a first time only to read `hydra.mode`, which no test sets."""
+    from hydra._internal.hydra import Hydra
+
+    with mock.patch.object(Hydra, "get_mode", lambda *_, **__: None):
+        yield
+
+
 def copies_of(path):
     """Lets MLflow begin each store as a copy of this file."""
     from mlflow.store.db import utils

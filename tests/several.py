@@ -193,7 +193,9 @@ def start(what, count, folder, *arguments):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        multiprocessing.spawn(_process, (what, count, folder, port, arguments), nprocs=count)
+        multiprocessing.start_processes(
+            _process, (what, count, folder, port, arguments), nprocs=count, start_method="forkserver"
+        )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
