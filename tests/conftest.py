@@ -117,13 +117,13 @@ FORKS.set_forkserver_preload(["dpexp.commands.train"])
 class Forked(FORKS.Process):
     """A job in a process of its own, in which nothing slow is imported again."""
 
-    def __init__(self, folder, arguments, signal_after, store):
+    def __init__(self, folder, arguments, first, store):
         super().__init__()
-        self.printed = folder / f"printed{len([*folder.glob('printed*')])}.txt"
-        self._job = folder, ["dpexp", *arguments], signal_after, store, {**os.environ}
+        self.printed = folder / f"{self.name}.txt"
+        self._job = folder, ["dpexp", *arguments], first, store, {**os.environ}
 
     def run(self):
-        folder, sys.argv, when, store, environment = self._job
+        folder, sys.argv, first, store, environment = self._job
         os.environ.clear()
         os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -131,8 +131,8 @@ class Forked(FORKS.Process):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
         os.chdir(folder)
-        if when:
-            signal_after(*when)
+        if first:
+            first[0](*first[1:])
         with copies_of(store):
             main()
 
@@ -150,13 +150,14 @@ class Forked(FORKS.Process):
 
 @pytest.fixture
 def forked(tmp_path, monkeypatch, empty_store):
-    """Starts `python -m dpexp` with the given arguments in a folder; none outlives the test."""
+    """Starts `python -m dpexp` with the given arguments in a folder; none outlives the test. Each calls a function
+    before, if `first` is one and its arguments."""
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     jobs = []
 
-    def start(*arguments: str, folder: Path = tmp_path, signal_after=None) -> Forked:
-        jobs.append(Forked(folder, arguments, signal_after, empty_store))
+    def start(*arguments: str, folder: Path = tmp_path, first=()) -> Forked:
+        jobs.append(Forked(folder, arguments, first, empty_store))
         jobs[-1].start()
         return jobs[-1]
 

@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from conftest import signal_after
 from jobs import result_of
 
 import dpexp
@@ -20,7 +21,7 @@ JOB = (
 def test_a_killed_job_is_shorter_and_costs_what_was_planned(dpexp_job, forked, tmp_path, capsys):
     """Of five epochs, of five rounds but the last, the second breaks off after one; the checkpoint is of round 3."""
     folder = tmp_path / "job"
-    forked(*JOB, f"hydra.run.dir={folder}", signal_after=(6, signal.SIGKILL)).ended()
+    forked(*JOB, f"hydra.run.dir={folder}", first=(signal_after, 6, signal.SIGKILL)).ended()
     assert sum(releases(ledger_so_far(folder / "ledger.jsonl")).values()) == 2
     with pytest.warns(UserWarning, match="so 7 rounds are lost; a new epoch begins, and 12 rounds are left"):
         dpexp_job("resume", str(folder))

@@ -12,6 +12,7 @@ from pathlib import Path
 import dp_accounting
 import numpy as np
 import pytest
+from conftest import signal_after
 from dp_accounting import rdp
 from jobs import result_of, store_of
 from scipy.stats import chisquare
@@ -142,7 +143,7 @@ def test_a_sweep_that_is_killed_goes_on_and_every_ledger_counts(forked, dpexp_jo
     folder = tmp_path / "outputs/multirun/a/b"
 
     def start_and_end(by, after):
-        return forked(*sweep, signal_after=(after, by)).ended()
+        return forked(*sweep, first=(signal_after, after, by)).ended()
 
     start_and_end(signal.SIGKILL, 3)
     before = (folder / "1" / "ledger.jsonl").read_bytes()

@@ -8,6 +8,7 @@ import signal
 import pytest
 import pytorch_lightning as pl
 import torch
+from conftest import signal_after
 from filelock import FileLock
 from jobs import result_of, store_of
 from safetensors import safe_open
@@ -147,7 +148,7 @@ LONG = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=150", 
 
 def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forked, tmp_path, capsys):
     folder = tmp_path / "job (1), a=b"
-    forked(*LONG, f"hydra.run.dir={folder}", signal_after=(5, signal.SIGKILL)).ended()
+    forked(*LONG, f"hydra.run.dir={folder}", first=(signal_after, 5, signal.SIGKILL)).ended()
     assert not (folder / "result.json").exists()
     before = (folder / "ledger.jsonl").read_bytes()
     spent = up(dpexp.epsilon(ledger_so_far(folder / "ledger.jsonl"), 1e-4), 4)

@@ -12,13 +12,13 @@ from dataclasses import asdict
 
 import dp_accounting
 import pytest
+from conftest import FORKS
 from dp_accounting import pld, rdp
 from jobs import store_of
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
-from test_run_costs import EVENT, FORK, held, rounds, run_on, store
+from test_run_costs import EVENT, held, rounds, run_on, store
 
-import dpexp.commands.train  # noqa: F401  # before a job is forked
 from dpexp.__main__ import main
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import (
@@ -251,8 +251,8 @@ def test_a_budget_is_kept_from_job_to_job(dpexp_job, tmp_path, monkeypatch):
         job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
 
 
-def racing(barrier, results, number, *arguments):
-    """Begins a job at the same moment as others; what came of it."""
+def race(barrier):
+    """Lets a job of this process begin at the same moment as others."""
     from dpexp.tracking import run
 
     opened = run.open_store
@@ -263,33 +263,22 @@ def racing(barrier, results, number, *arguments):
         return found
 
     run.open_store = together
-    sys.argv = ["dpexp", *QUICK, *arguments]
-    try:
-        main()
-        results.put((number, "ran"))
-    except SystemExit as error:
-        results.put((number, str(error)))
 
 
-def test_of_processes_that_race_for_the_last_of_a_budget_exactly_one_runs(dpexp_job, tmp_path):
-    count = 2
-    barrier, results = FORK.Barrier(count), FORK.Queue()
-    asked = (KEPT, "privacy.epsilon=2.2")  # for one of which there is room, and for no two
-    processes = [FORK.Process(target=racing, args=(barrier, results, k, *asked)) for k in range(count)]
-    for process in processes:
-        process.start()
-    came_of = dict(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(60)
-    ran, refused = sorted(came_of.values(), key=len)
-    assert ran == "ran" and "is spent or reserved by 1 run" in refused
+def test_of_processes_that_race_for_the_last_of_a_budget_exactly_one_runs(forked, tmp_path):
+    barrier = FORKS.Barrier(2)
+    asked = (*QUICK, KEPT, "privacy.epsilon=2.2")  # for one of which there is room, and for no two
+    jobs = [forked(*asked, first=(race, barrier)) for _ in range(2)]
+    said = {job.ended(): job.exitcode for job in jobs}
+    (refused,) = [words for words, code in said.items() if code]
+    assert len(said) == 2 and "is spent or reserved by 1 run" in refused
     (path,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
     kept = budget({"epsilon": 4, "delta": 1e-5})
     spent = rho(read_ledger(path), kept.order)
     assert kept.holds(spent) and not kept.holds(2 * spent)
 
 
-def killed_in_round(number, *arguments):
+def kill_in_round(number):
     commits, commit = 0, LedgerWriter.commit
 
     def counted(self):
@@ -300,22 +289,26 @@ def killed_in_round(number, *arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
     LedgerWriter.commit = counted
-    sys.argv = ["dpexp", *QUICK, *arguments]
-    main()
 
 
-def killed(folder, number, *arguments):
-    """The folder of a job that was killed as it wrote a round."""
-    process = FORK.Process(target=killed_in_round, args=(number, *arguments, "checkpoint.every_n_rounds=1"))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    (checkpoint,) = folder.glob("outputs/*/*/last.ckpt")
-    return checkpoint.parent
+@pytest.fixture
+def killed(forked, tmp_path):
+    """Gives the folder of a job that was killed as it wrote a round."""
+
+    def start(number, *arguments):
+        job = forked(*QUICK, *arguments, "checkpoint.every_n_rounds=1", first=(kill_in_round, number))
+        said = job.ended()
+        assert job.exitcode == -signal.SIGKILL, said
+        (checkpoint,) = tmp_path.glob("outputs/*/*/last.ckpt")
+        return checkpoint.parent
+
+    return start
 
 
-def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_resumed(tmp_path, monkeypatch, dpexp_job):
-    folder = killed(tmp_path, 2, KEPT, "privacy.epsilon=2")
+def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_resumed(
+    tmp_path, monkeypatch, dpexp_job, killed
+):
+    folder = killed(2, KEPT, "privacy.epsilon=2")
     uri, kept = f"sqlite:///{tmp_path}/outputs/mlflow.db", budget({"epsilon": 4, "delta": 1e-5})
     (crashed,) = costs_in(uri, "digits")
     assert len(crashed.ledger) == 3 and "ends early" in crashed.note
@@ -346,9 +339,9 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
         assert len(charge.ledger) == 5
 
 
-def test_a_killed_job_of_a_whole_plan_leaves_nothing(tmp_path, monkeypatch, dpexp_job):
+def test_a_killed_job_of_a_whole_plan_leaves_nothing(tmp_path, monkeypatch, dpexp_job, killed):
     asked = ("privacy.budget={epsilon: 1, delta: 1e-4}", "privacy.epsilon=1")
-    killed(tmp_path, 2, *asked)
+    killed(2, *asked)
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(charge.ledger) == 4 and "its whole plan was admitted" in charge.note
     with pytest.raises(SystemExit, match="the first run's whole plan takes it"):
@@ -367,21 +360,17 @@ def test_a_store_has_one_lock_whatever_it_is_called(tmp_path):
     assert lock_of("http://one", "a") == lock_of("http://127.0.0.1:5000", "a") != lock
 
 
+def kill_before(request):
+    setattr(MlflowClient, request, lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL))
+
+
 @pytest.mark.parametrize("before, counts", [("set_tag", 0), ("log_artifact", 0), ("log_inputs", 4)])
-def test_a_job_killed_as_it_starts_counts_as_its_reservation_from_when_it_may_train(
-    dpexp_job, tmp_path, monkeypatch, before, counts
-):
+def test_a_job_killed_as_it_starts_counts_as_its_reservation_from_when_it_may_train(forked, tmp_path, before, counts):
     """`before` a request; a run that no budget knows has not begun to train."""
 
-    def killed_before():
-        monkeypatch.setattr(MlflowClient, before, lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL))
-        sys.argv = ["dpexp", *QUICK, KEPT, "privacy.epsilon=1"]
-        main()
-
-    process = FORK.Process(target=killed_before)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    job = forked(*QUICK, KEPT, "privacy.epsilon=1", first=(kill_before, before))
+    said = job.ended()
+    assert job.exitcode == -signal.SIGKILL, said
     charges = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert sum(len(charge.ledger) for charge in charges) == counts
 

@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from conftest import signal_after
 from jobs import result_of, store_of
 from test_run_costs import FORK
 
@@ -145,7 +146,7 @@ ENDLESS = ("model=logistic", "sampling.steps=2000", "privacy.noise_multiplier=20
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(forked, tmp_path, number):
-    job = forked(*ENDLESS, signal_after=(20, number))
+    job = forked(*ENDLESS, first=(signal_after, 20, number))
     printed = job.ended()
     assert job.exitcode == 128 + number, printed[-2000:]
     (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
