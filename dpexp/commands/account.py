@@ -239,8 +239,9 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     return found | _print_budget(kept, costs, cfg.data.id)
 
 
-def earlier_on_data(cfg: DictConfig) -> list[Ledger]:
-    """The ledgers of all earlier runs on a job's `data.id`, as far as its tracking store knows them."""
+def earlier_on_data(cfg: DictConfig) -> list[Ledger | None]:
+    """The ledgers of all earlier runs on a job's `data.id`, as far as its tracking store knows them; None: of a run
+    whose cost is unknown."""
     if cfg.data.id is None or cfg.tracking.uri is None:
         return []
     from dpexp.tracking import run_costs
@@ -249,16 +250,19 @@ def earlier_on_data(cfg: DictConfig) -> list[Ledger]:
         costs = run_costs.distinct_runs(run_costs.costs_in(cfg.tracking.uri, cfg.data.id))
     except ConfigError:  # there is no store yet; one that cannot be read is refused when the job's run starts
         return []
-    return [cost.ledger for cost in costs if cost.ledger]
+    counted = [cost for cost in costs if cost.ledger is None or cost.ledger]
+    return [cost.ledger if cost.not_private_reason is None else None for cost in counted]
 
 
-def with_earlier(earlier: Sequence[Ledger], own: Ledger, delta: float) -> str:
+def with_earlier(earlier: Sequence[Ledger | None], own: Ledger, delta: float) -> str:
     """ε of all runs on the same data together, in words; "" if there is no earlier one."""
     if not earlier:
         return ""
     together = f"with {len(earlier)} earlier run{'s' * (len(earlier) > 1)} on these data"
+    known = [ledger for ledger in earlier if ledger is not None]
     try:
-        return f"{together}, ε = {up(max(epsilon(one, delta) for one in _together([*earlier, own])), 4)}"
+        spent = up(max(epsilon(one, delta) for one in _together([*known, own])), 4)
+        return f"{together}, ε = {spent if len(known) == len(earlier) else f'more than {spent}, by an unknown amount'}"
     except ConfigError:  # they have different adjacencies
         return f"{together} no single ε can be stated"
 

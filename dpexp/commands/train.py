@@ -245,7 +245,7 @@ def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) ->
 
 
 def _train(
-    cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop, others: Sequence[Ledger]
+    cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop, others: Sequence[Ledger | None]
 ) -> dict[str, Any]:  # fmt: skip
     module, data, plan, privacy, trainer, checkpoint = job
     trainer.callbacks.append(stop)  # type: ignore[attr-defined]

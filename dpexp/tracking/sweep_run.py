@@ -88,7 +88,9 @@ class SweepRun:
             try:
                 ledgers[run.info.run_id] = self._ledger(run.info.run_id, Path(folder))
             except ConfigError:
-                began = "epsilon" in run.data.metrics or run.info.status == "FINISHED"
+                path = Path(folder) / "ledger.jsonl"
+                written = path.exists() and b"\n" in path.read_bytes()
+                began = written or "epsilon" in run.data.metrics or run.info.status == "FINISHED"
                 if began or not Path(folder).is_dir():
                     missing.append(name)
                 continue

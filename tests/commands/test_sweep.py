@@ -306,6 +306,18 @@ def test_deleted_runs_count_and_damaged_or_lost_ledgers_are_reported(dpexp_job, 
     assert "1 with a ledger that ends early) covers" in store.note()
     assert not any("ends early" in str(warning.message) for warning in recwarn)
 
+    damaged = tmp_path / "killed" / "ledger.jsonl"  # of a trial that was killed before its first ε was logged
+    damaged.parent.mkdir()
+    damaged.write_text(paths[1].read_text().partition("\n")[0] + "\nnonsense\n")
+    (parent,) = store.parents()
+    tags = {"mlflow.parentRunId": parent.info.run_id, "dpexp.output": str(damaged.parent), "dpexp.private": "yes"}
+    store.client.create_run(parent.info.experiment_id, tags=tags, run_name="killed")
+    dpexp_job(*sweep)
+    assert "the ledgers of killed are missing" in store.note()
+    damaged.unlink()
+    dpexp_job(*sweep)
+    assert "are missing" not in store.note()
+
     for path in tmp_path.glob("outputs/m*/**/ledger.jsonl"):
         path.unlink()
     dpexp_job(*sweep)
