@@ -258,8 +258,9 @@ def type_of(key: str, targets: dict[str, str]) -> str:
         if kind is None:
             break
     found = hints(kind).get(name, Any) if kind else Any
-    if found is Any and (made := object_of(targets.get(".".join(sections)))):
-        found = hints(made).get(name, Any)
+    target = str(targets.get(".".join(sections)))
+    if found is Any and target.startswith("dpexp."):  # others' types differ between their versions
+        found = hints(object_of(target)).get(name, Any)
     if found is Any or is_dataclass(found):
         return ""
     return f"`{re.sub(r'[a-z_]+[.]', '', inspect.formatannotation(found))}`"

@@ -120,7 +120,7 @@ def sums_of(engine, batch, count):
     device = next(engine._module.parameters()).device
     engine.begin()
     engine.add_chunk(lambda own, one: own(one), tree_map(lambda leaf: leaf[:, None].to(device), batch), count)
-    assert engine.mode == "traced"
+    assert engine.step.mode == "traced"
     return {name: total.double().cpu() for name, total in engine._sums.items()}
 
 

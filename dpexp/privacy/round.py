@@ -109,16 +109,6 @@ class PrivateRound:
         self.observe = observe
         self.observations: list[dict[str, Tensor]] = []
 
-    @property
-    def mode(self) -> str | None:
-        """The execution mode of `step`."""
-        return self.step.mode
-
-    @property
-    def reason(self) -> str:
-        """Why the job is not traced."""
-        return self.step.reason
-
     def begin(self, t: int = 0) -> None:
         """Begins round t: all sums are zero.
 

@@ -214,7 +214,8 @@ def test_a_first_validation_that_fails_is_one_sentence(dpexp_job, own, capsys):
 @pytest.mark.parametrize("callbacks, data", [("ema", "NoTestSet"), ("[]", "TestSetOfNone")])
 def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callbacks, data):
     with pytest.warns(UserWarning, match="could not be tested, and is kept: .*dataloader"):
-        output = dpexp_job(*QUICK, f"data.module={{_target_: own_for_test.{data}}}", f"callbacks={callbacks}")
+        own_data = (f"data.module._target_=own_for_test.{data}", "~data.module.users")
+        output = dpexp_job(*QUICK, *own_data, f"callbacks={callbacks}")
     result = result_of(output)
     assert result["metrics"] == {} and result["rounds"] == len(read_ledger(output / "ledger.jsonl"))
     assert (output / "weights.safetensors").exists() and (output / "card.md").exists()
@@ -264,8 +265,8 @@ BAD = {
     "data.features_of={_target_:torch.nn.Linear,in_features:8}": "data.features_of: torch.nn.Linear cannot be made of",
     "data.features_of={_target_:dpexp.training.data.Backbone,model:{_target_:torch.nn.Identity},layer:7}":
         "data.features_of.layer=7 is no module of Identity",
-    "data.module._target_=own_for_test.Empty": "data.module: the training set is empty",
-    "data.module._target_=own_for_test.NoTrainingSet": "data.module: it has no train_dataloader",
+    "data.module._target_=own_for_test.Empty ~data.module.users": "data.module: the training set is empty",
+    "data.module._target_=own_for_test.NoTrainingSet ~data.module.users": "data.module: it has no train_dataloader",
     "~model.shape ~model.classes model._target_=own_for_test.Whole preprocessing=[pca]":
         "is for a plain model, and model=own_for_test.Whole is a LightningModule; use PreprocessedModel",
     "model=least_squares model.ridge=-1": "model.ridge=-1 must be a finite number above 0",

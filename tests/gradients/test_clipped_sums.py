@@ -133,7 +133,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     assert any((norm > S).any() for norm, S in norms), "the test must clip something to mean anything"
     assert relative_error(sums, expected) < 1e-9
     assert relative_error(sums_of(engine, cross_entropy, batch, chunk=4), expected) < 1e-9
-    assert engine.mode == (LOOP if name == "branching" else TRACED), engine.reason
+    assert engine.step.mode == (LOOP if name == "branching" else TRACED), engine.step.reason
 
 
 @pytest.mark.parametrize("name", ["pooled", "tied language model", "attention with its weights"])
@@ -180,7 +180,7 @@ def test_an_odd_record_contributes_nothing_and_moves_no_other(name, bad):
         engine._warned.clear()
         with pytest.warns(UserWarning, match="they contribute nothing"):
             engine.add_chunk(cross_entropy, stacked(odd), B)
-    assert engine.mode == (LOOP if name == "branching" else TRACED)
+    assert engine.step.mode == (LOOP if name == "branching" else TRACED)
     assert relative_error(sums_of(engine, cross_entropy, (x, y)), before) < 1e-6
 
 
@@ -225,7 +225,7 @@ def test_what_is_no_tensor_is_the_same_for_all_records():
     engine.begin()
     with pytest.warns(UserWarning, match="a batch holds a float besides tensors"):
         engine.add_chunk(loss_of, stacked((*batch, 2.0)), B)
-    assert engine.mode == LOOP
+    assert engine.step.mode == LOOP
     assert relative_error(engine._sums, sums_apart(engine, loss_of, (*batch, 2.0))) < 1e-9
 
 

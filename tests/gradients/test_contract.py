@@ -264,7 +264,7 @@ class Watch(pl.Callback):  # keeps the sums that leave, and the records of each 
 
     def added(self, engine, add, loss_of, batch, size):
         self.samples[len(self.released)] += [*batch[0][:, 0]]
-        self.mode, self.reason = engine.mode, engine.reason
+        self.mode, self.reason = engine.step.mode, engine.step.reason
         add(engine, loss_of, batch, size)
 
 

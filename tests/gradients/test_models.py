@@ -74,7 +74,7 @@ def run(family, name, dropout, dtype, device="cpu"):
     except ConfigError as refusal:
         return "refused", str(refusal), 0.0
     error = 0.0 if dropout else relative_error(found, sums_apart(engine, model.loss, batch))
-    return engine.mode, engine.reason, error
+    return engine.step.mode, engine.step.reason, error
 
 
 @pytest.mark.parametrize("family, name", NAMES)

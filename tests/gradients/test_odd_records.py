@@ -313,7 +313,7 @@ def test_a_checkpoint_that_a_signal_saves_within_a_trace_holds_the_weights(tmp_p
         sums_of(engine, loss_of, torch.randn(6, 4))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert engine.mode == "traced" and torch.equal(torch.load(saved)["weight"], module.weight)
+    assert engine.step.mode == "traced" and torch.equal(torch.load(saved)["weight"], module.weight)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

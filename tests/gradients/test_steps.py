@@ -302,10 +302,10 @@ def test_a_step_is_traced_or_runs_one_record_at_a_time(what):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         engine.add_chunk(nn.Module.__call__, stacked(x[:5].clone()), 5)
-    assert engine.mode == mode and all(word in engine.reason for word in words), engine.reason
+    assert engine.step.mode == mode and all(word in engine.step.reason for word in words), engine.step.reason
     slow = [str(w.message) for w in told if "one at a time, which is slow: about" in str(w.message)]
-    assert [one.endswith(engine.reason) for one in slow] == [True] * (mode == LOOP)
-    assert mode == TRACED or "test_steps.py, line" in engine.reason or re.search(NO_LINE, what)
+    assert [one.endswith(engine.step.reason) for one in slow] == [True] * (mode == LOOP)
+    assert mode == TRACED or "test_steps.py, line" in engine.step.reason or re.search(NO_LINE, what)
     expected = sums_apart(engine, nn.Module.__call__, x)
     for chunk in (5, N):
         assert relative_error(sums_of(engine, nn.Module.__call__, x, chunk), expected) < 1e-9

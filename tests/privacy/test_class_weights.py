@@ -62,7 +62,7 @@ def sums(folder, batch, mode, loss_of=step, **options):
     engine.begin(0)
     engine.add_chunk(loss_of, batch, len(batch[0]))
     engine.end()
-    assert engine.mode == mode
+    assert engine.step.mode == mode
     return {name: 0.1 * N * average for name, average in engine.release(ledger).items()}
 
 

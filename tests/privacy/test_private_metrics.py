@@ -107,7 +107,7 @@ def test_float64_equals_one_record_at_a_time(name, tmp_path, recwarn):
     for value, expected in by_hand(model, batch).items():
         expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
         torch.testing.assert_close(found[f".value {value}"], expected, rtol=1e-6, atol=1e-6)
-    assert engine.mode == name
+    assert engine.step.mode == name
 
 
 def test_a_value_inside_a_transform_is_refused(tmp_path, recwarn):
@@ -146,7 +146,7 @@ def test_the_size_of_a_sample_is_counted_whatever_the_step_gives(name, given, tm
     engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
     sums = released(engine, tmp_path / "ledger", batch, loss_of)
     assert float(sums[value_key("sample_size")]) == pytest.approx(B, abs=1e-5)
-    assert engine.mode == name, engine.reason
+    assert engine.step.mode == name, engine.step.reason
     (group,) = [group for group in plan.groups if group.name == "sample_size"]
     assert group.S == 1.0 and group.sigma == pytest.approx(1e-8 / math.sqrt(0.1))
     shown = estimates.add(plan, 1, {key: value / (Q * N) for key, value in sums.items()})

@@ -32,7 +32,7 @@ def test_a_records_vector_is_the_mean_of_the_gradients_of_its_views():
     engine, module, (x, y) = case(S=1e6)
     torch.manual_seed(3)
     sums = sums_of(engine, augmented, (x, y))
-    assert engine.mode == "traced"
+    assert engine.step.mode == "traced"
     torch.manual_seed(3)
     drawn = torch.func.vmap(
         lambda one: torch.stack([AUGMENT(one) for _ in range(K)]), randomness="different"

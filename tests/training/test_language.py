@@ -172,7 +172,7 @@ def test_the_step_of_gpt2_is_traced(folder):
     assert is_causal(model) and all(".lora_" in name for name, p in model.named_parameters() if p.requires_grad)
     engine, batch = engine_of(LanguageModel(model)), default_collate([documents().train[k] for k in range(4)])
     sums_of(engine, lambda own, record: own.loss_and_scores(record)[0], batch)
-    assert engine.mode == "traced"
+    assert engine.step.mode == "traced"
 
 
 def write_prompts():

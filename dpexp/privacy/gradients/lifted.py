@@ -30,14 +30,12 @@ class Lifted:
     """The per-example gradients of a chunk, by the graph of one record.
 
     Attributes:
-        inputs: parameters and buffers.
-        draws: whether it draws random numbers.
         stored: names of the parameters whose gradients are stored for each record.
         smallest_range: the smallest number of rows or classes that the records' indices select from; None: no indices.
     """
 
     def __init__(self, one: OneRecord) -> None:
-        self.inputs, self.draws, self._values = one.inputs, one.draws, one.values
+        self._values = one.values
         graph, num_state = fx.Graph(), len(one.inputs.names())
         returned: Any = graph.graph_copy(one.graph.graph, {})
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
