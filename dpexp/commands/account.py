@@ -262,7 +262,9 @@ def with_earlier(earlier: Sequence[Ledger | None], own: Ledger, delta: float) ->
     known = [ledger for ledger in earlier if ledger is not None]
     try:
         spent = up(max(epsilon(one, delta) for one in _together([*known, own])), 4)
-        return f"{together}, ε = {spent if len(known) == len(earlier) else f'more than {spent}, by an unknown amount'}"
+        if len(known) < len(earlier):
+            spent = f"more than {spent}, by an unknown amount"
+        return f"{together}, ε = {spent}"
     except ConfigError:  # they have different adjacencies
         return f"{together} no single ε can be stated"
 
