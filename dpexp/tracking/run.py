@@ -85,7 +85,7 @@ class MetricsLogger(pl.loggers.logger.Logger):
 
 
 class _NoExperiment:
-    """What a LightningModule finds as `self.logger.experiment`; any use of it is refused."""
+    """What hooks get as `self.logger.experiment`: every attribute of it is refused."""
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(f"self.logger.experiment.{name}: what it writes is not accounted; log values by self.log.")

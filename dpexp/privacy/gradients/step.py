@@ -118,7 +118,7 @@ class Step:
     def decide(
         self, chunk: Chunk, later: Settings = nullcontext, within: Settings = nullcontext, others: Sequence[Chunk] = ()
     ) -> None:
-        """Decides `mode` for the job, from the shapes and types of records alone.
+        """Chooses the execution mode, traced or one record at a time, from the shapes and types of records alone.
 
         Args:
             later: settings of the last round. A step is traced only if its graph is the same under these.
