@@ -235,7 +235,8 @@ case("trainer.train_dataloader", REFUSED, "reads trainer.train_",
 case("random.random() and np.random.rand()", LOOP, "Python's or NumPy's generator", None,
      factor=lambda m, x: random.random() + np.random.rand())
 case("torch.manual_seed()", REFUSED, "seeded inside", also=REFUSED, factor=lambda m, x: done(torch.manual_seed(0)))
-case("a torch.Generator, which begins anew for each record", LOOP, "a generator of its own",
+OF_ITS_OWN = "torch._C.Generator" if torch.__version__ < "2.10" else "a generator of its own"
+case("a torch.Generator, which begins anew for each record", LOOP, OF_ITS_OWN,
      lambda t, x, y: torch.rand((), generator=torch.Generator()) * y, own(torch.Generator),
      factor=lambda m, x: torch.rand((), generator=m.state))
 case("try and except around a branch", LOOP, "catches an error", lambda t, x, y: y * (1 if x.sum() > 0 else 2),

@@ -238,6 +238,8 @@ def in_chunks(m, x):
 
 
 ASKED = "a record's data"
+TRACES_COMPILED = torch.__version__ >= "2.10"
+WITH_COMPILED = (TRACED,) if TRACES_COMPILED else (LOOP, "a dynamo-optimized function")
 STEPS = {  # a step, its mode, words of the reason; a reason names the line
     "a rule for vmap": (changed(Mixing.apply), TRACED),
     "saved tensors": (saved, TRACED), "a hook of an activation": (hooked, TRACED),
@@ -247,9 +249,10 @@ STEPS = {  # a step, its mode, words of the reason; a reason names the line
                          TRACED),
     "written": (changed(lambda y: put(y, y > 0, 0.5)), TRACED),
     "a script": (of_scripts(torch.jit.script), TRACED), "a traced script": (of_scripts(traced_script), TRACED),
-    "a compiled function": (lambda m, x: shifted(m.linear.bias, x).sum(), TRACED),
-    "a compiled layer": (changed(lambda y: y), TRACED), "a layer compiled in place": (changed(lambda y: y), TRACED),
-    "a compiled layer, asked": (changed(lambda y: y * bool(y.sum() < 1e9)), LOOP, ASKED),
+    "a compiled function": (lambda m, x: shifted(m.linear.bias, x).sum(), *WITH_COMPILED),
+    "a compiled layer": (changed(lambda y: y), *WITH_COMPILED),
+    "a layer compiled in place": (changed(lambda y: y), TRACED),
+    "a compiled layer, asked": (changed(lambda y: y * bool(y.sum() < 1e9)), LOOP, ASKED if TRACES_COMPILED else ""),
     "a hook of a node": (prehooked, TRACED), "a node's tensor": (shown, TRACED),
     "a dispatch mode": (dispatched, TRACED),
     "a branch": (changed(lambda y: y if y.sum() > 0 else 2 * y), LOOP, "a record's data (__bool__)"),

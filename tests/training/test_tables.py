@@ -172,7 +172,7 @@ def test_values_of_test_rows_that_cannot_be_read_are_counted_and_those_of_traini
     with pytest.warns(UserWarning, match="data: in 7 of 60 rows age is not a number"):
         of().encode(of().read_inputs(table / "test.csv"))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         x = of(path="test.csv").train.tensors[0]  # as private rows
         _ = of(columns(age=AGE | {"thousands": ","}, colour={"kind": "ignored"})).test
         assert torch.equal(of(path="train.csv").train.tensors[0], of().encode(rows(240)))
