@@ -47,7 +47,6 @@ FUNCTIONS = {
     "predict": "dpexp.commands.saved_jobs",
     "report": "dpexp.commands.report",
     "schema": "dpexp.commands.table_schema",
-    "schema-of-options": "dpexp.commands.schema_of_options",
     "verify": "dpexp.commands.certificate",
     "version": "dpexp.commands.versions",
 }
@@ -97,7 +96,7 @@ def _dispatch(arguments: list[str]) -> None:
         for path in (Path(argument) / "config.yaml" for argument in arguments[1:]):
             if path.is_file():
                 import_targets(path.read_text())
-        getattr(import_module(FUNCTIONS[command]), command.replace("-", "_"))(arguments[1:])
+        getattr(import_module(FUNCTIONS[command]), command)(arguments[1:])
     elif command == "resume":
         from dpexp.commands.saved_jobs import resume
 

@@ -91,8 +91,6 @@ Options:
     out=FILE.yaml     where the schema goes; default: the name of the table, here
     data.person=…     the column that identifies a person, if ε shall protect people
     unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
-    "schema-of-options": """\
-`python -m dpexp schema-of-options` prints a JSON schema of the configuration, which lets an editor check YAML.""",
     "verify": """\
 `python -m dpexp verify CERTIFICATE` computes a certificate again: from the ledger beside it, and ε by dp-accounting.
 

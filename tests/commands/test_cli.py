@@ -536,19 +536,6 @@ def test_version_says_what_a_report_of_a_bug_needs(dpexp_job, capsys, monkeypatc
     assert capsys.readouterr().out.startswith("dpexp 0.1.0\n")
 
 
-def test_an_editor_gets_the_keys_and_types_of_the_configuration(dpexp_job, capsys):
-    dpexp_job("schema-of-options")
-    schema = json.loads(capsys.readouterr().out)
-    assert {*schema["properties"]} == {*config.Config.__dataclass_fields__}
-    assert schema["additionalProperties"] and schema["$defs"]["Trainer"]["additionalProperties"]
-    sampling = schema["$defs"]["Sampling"]
-    assert (
-        not sampling["additionalProperties"]
-        and {"type": "integer"} in sampling["properties"]["steps"]["anyOf"][0]["anyOf"]
-    )
-    assert schema["$defs"]["Checkpoint"]["properties"]["resume"]["default"] is False and "???" not in json.dumps(schema)
-
-
 def test_help_on_one_name(tmp_path):
     assert help(["mechanism"]) == (
         "How a group is clipped: as one vector, or its vectors scaled and clipped together.\n"
