@@ -9,6 +9,7 @@ results/NAME of $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -190,8 +191,12 @@ def curves(lines: list[str], path: Path) -> None:
         mean, _, spread = here.partition(" ± ")
         points.setdefault(name, {})[float(epsilon)] = float(mean), float(spread or 0)
     shown = {name: curve for name, curve in points.items() if len(curve) > 1}
-    figure = Figure(figsize=(3.9 * len(shown), 3.6), layout="constrained")
-    for axes, (name, curve) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+    rows = math.ceil(len(shown) / 3)
+    figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
+    places = [*figure.subplots(rows, 3, squeeze=False).flat]
+    for axes in places[len(shown) :]:
+        axes.remove()
+    for axes, (name, curve) in zip(places, shown.items(), strict=False):
         axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label="here")
         for marker, source in zip("*^v", dict.fromkeys(who for _, who in ROWS[name].published.values()), strict=False):
             best = {epsilon: best for epsilon, (best, who) in ROWS[name].published.items() if who == source}
