@@ -110,14 +110,3 @@ def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
     for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6)), round_(parts=5, c=(1.0,)), round_(q=0.06)):
         with pytest.raises(ConfigError, match="block 0 have different rates, numbers of partitions or bands"):
             epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
-
-
-def test_blocks_are_rounded_up_each():
-    """A resume begins another."""
-    run = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
-    assert releases(run) == {Release(1.0, 0.2): 3}
-
-
-def test_of_rounds_that_differ_a_record_may_be_in_the_costliest():
-    run = Ledger("add_remove", {round_(1.0): 2, round_(3.0): 4, round_(2.0): 6})
-    assert releases(run) == {Release(1.0, 0.2): 2, Release(2.0, 0.2): 1}

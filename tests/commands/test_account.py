@@ -84,9 +84,9 @@ def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_jo
     quick = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0", "privacy.noise_multiplier=3")
     output = dpexp_job(*quick, "privacy.delta=1e-6")
     run_id = result_of(output)["mlflow_run_id"]
-    expected = epsilon(read_ledger(output / "ledger.jsonl"), 1e-6, "rdp")
-    assert account([str(output), "accountant=rdp"]) == {"rdp": expected}
-    assert account([run_id, "accountant=rdp"]) == {"rdp": expected}
+    expected = epsilon(read_ledger(output / "ledger.jsonl"), 1e-6, "moments")
+    assert account([str(output), "accountant=moments"]) == {"moments": expected}
+    assert account([run_id, "accountant=moments"]) == {"moments": expected}
 
 
 @pytest.mark.parametrize(

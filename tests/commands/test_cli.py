@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from jobs import result_of, store_of
 from safetensors.torch import load_file
 
+import dpexp
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.build import data_of
@@ -22,7 +23,8 @@ from dpexp.commands.command_line import as_overrides, compose, help, read_option
 from dpexp.commands.table_schema import Options, Source
 from dpexp.errors import ConfigError
 
-SMALL = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0")
+SMALL = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0",
+         "accountant=moments")  # fmt: skip
 QUICK = (*SMALL, "model=logistic")
 OWN = """
 import errno, torch, pytorch_lightning as pl
@@ -155,17 +157,23 @@ def test_the_default_job_leaves_a_result(dpexp_job, capsys):
     assert "is not below 1/n" not in printed
 
 
-def test_the_non_private_baseline_takes_batches_of_the_same_size(dpexp_job, monkeypatch):
+def test_the_non_private_baseline_takes_batches_of_the_same_size_and_says_what_it_is(dpexp_job, monkeypatch):
     from dpexp.training.classifier import Classifier
 
     sizes, step = [], Classifier.training_step
     monkeypatch.setattr(
         Classifier, "training_step", lambda self, batch: (sizes.append(len(batch[0])), step(self, batch))[1]
     )
-    output = dpexp_job("tracking=none", "sampling.steps=3", "sampling.expected_batch_size=100", "privacy.enabled=false")
+    output = dpexp_job(
+        "tracking=none", "sampling.steps=3", "sampling.expected_batch_size=100", "privacy.enabled=false",
+        "model=logistic",
+    )  # fmt: skip
     result = result_of(output)
     assert result["private"] is False and result["rounds"] == 3 and "epsilon" not in result
     assert not (output / "ledger.jsonl").exists() and sizes == [100, 100, 100]
+    card = (output / "card.md").read_text()
+    assert "**Not private**" in card and "ε" not in card
+    assert dpexp.load(output)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
 def test_loader_processes_are_started_and_a_known_noise_seed_is_not_private(dpexp_job, monkeypatch):
@@ -388,6 +396,8 @@ def test_what_is_slow_is_imported_where_it_is_needed(tmp_path):
     code = (
         "import json, sys, dpexp\n"
         "from dpexp.__main__ import main\n"
+        "from hydra._internal.hydra import Hydra\n"
+        "Hydra.get_mode = lambda *_, **__: None\n"  # as `composed_once` does
         "for words in json.loads(sys.argv[1]):\n"
         "    sys.argv = ['dpexp', *words.split()]\n"
         "    try:\n"

@@ -17,13 +17,12 @@ from dpexp.errors import ConfigError
 JOBS = [
     (),
     ("experiment=table", "data.path=rows, of 1 (new).csv", "data.id=1e5"),
-    ("experiment=mnist_frontier", "callbacks=[ema,learning_rate]", "optimizer.lr=auto"),
-    ("experiment=mnist_users", "privacy.budget={epsilon: 8, delta: 1e-5}"),
-    ("mechanism=joint", "clip_norm=fixed", "alpha=fixed", "clip_norm.value=0.5", "+model.width=3"),
-    ("noise=banded", "preprocessing=[pca]", "audit=dirac", "logger=[csv,tensorboard]", "batchnorm=private"),
-    ("data.id='two\nlines: x'",),
-    ("trainer=gpu", "schedule.z={linear: [2, 1]}", "privacy_unit=user"),
-]
+    ("experiment=mnist_frontier", "callbacks=[ema,learning_rate]", "optimizer.lr=auto", "trainer=gpu"),
+    ("experiment=mnist_users", "privacy.budget={epsilon: 8, delta: 1e-5}", "noise=banded", "preprocessing=[pca]",
+     "audit=dirac", "logger=[csv,tensorboard]", "batchnorm=private"),
+    ("mechanism=joint", "clip_norm=fixed", "alpha=fixed", "clip_norm.value=0.5", "+model.width=3",
+     "data.id='two\nlines: x'", "schedule.z={linear: [2, 1]}", "privacy_unit=user"),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ def test_comments_stand_above_the_keys_that_they_explain(tmp_path):
     assert not any(str(CONF) in line for line in lines), "so that it runs on another machine"
 
 
-def test_an_edited_copy_runs_with_overrides(dpexp_job, tmp_path, capsys):
+def test_an_edited_copy_runs_with_overrides_and_goes_on_with_its_options_when_interrupted(dpexp_job, tmp_path, capsys):
     dpexp_job("copy", "model=logistic", "tracking=none", "sampling.steps=3", "privacy.noise_multiplier=2", "my.yaml")
     assert capsys.readouterr().out == "Edit my.yaml, and run it: python -m dpexp my.yaml\n"
     file = tmp_path / "my.yaml"
@@ -73,11 +72,6 @@ def test_an_edited_copy_runs_with_overrides(dpexp_job, tmp_path, capsys):
     assert OmegaConf.load(output / "config.yaml").seed == 7
     with pytest.raises(SystemExit, match=r"^dpexp: model=cnn would not replace the values in my.yaml; edit it, or"):
         dpexp_job("my.yaml", "model=cnn")
-
-
-def test_an_interrupted_job_of_a_file_goes_on_with_its_options(dpexp_job, tmp_path):
-    dpexp_job("copy", "model=logistic", "tracking=none", "sampling.steps=2", "privacy.noise_multiplier=2", "my.yaml")
-    output = dpexp_job("my.yaml", "seed=7", "trainer.num_evaluations=0")
     (output / "last.ckpt").touch()  # as if it had been killed
     _, folder, _, name, *others = resume([str(output)])
     with initialize_config_dir(folder, version_base="1.3"):

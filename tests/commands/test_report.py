@@ -81,7 +81,7 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
 
 def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(dpexp_job, tmp_path):
     for number, options in enumerate((["sampling=fixed_size"], ["privacy.delta=1e-6", "diagnostics=unsafe"])):
-        dpexp_job(*QUICK, *options, "tracking=none", "accountant=rdp", f"hydra.run.dir={tmp_path}/{number}")
+        dpexp_job(*QUICK, *options, "tracking=none", f"hydra.run.dir={tmp_path}/{number}")
     dpexp_job("copy", *QUICK, "tracking=none", "my.yaml")
     dpexp_job("my.yaml", "seed=1", f"hydra.run.dir={tmp_path}/2")
     dpexp_job("report", *(str(tmp_path / number) for number in "012"))

@@ -15,7 +15,8 @@ import pytest
 from conftest import signal_after
 from dp_accounting import rdp
 from jobs import result_of, store_of
-from scipy.stats import chisquare
+from matplotlib.figure import Figure
+from scipy.optimize import brentq
 from test_accountants import ledger
 
 import dpexp
@@ -29,6 +30,7 @@ from dpexp.reporting.comparisons import WHY
 
 QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
 SAME = "hydra.sweep.dir=outputs/multirun/a/b"  # in which a sweep goes on
+DRAW = Figure.savefig
 
 
 class Store:
@@ -54,7 +56,7 @@ class Store:
 @pytest.fixture(autouse=True)
 def quick_trials(monkeypatch):
     """Trials draw no figures and export no model, which other tests check."""
-    monkeypatch.setattr("dpexp.commands.result._save", lambda figure, path: None)
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: Path(path).touch())
     monkeypatch.setattr("dpexp.tracking.registered_model.save_as_mlflow", lambda *arguments: None)
 
 
@@ -67,7 +69,8 @@ def ledgers_in(folder):
     return [*folder.glob("outputs/multirun/*/*/*/ledger.jsonl")]
 
 
-def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store):
+def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", DRAW)
     printed = io.StringIO()
     with redirect_stdout(printed):
         dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "seed=range(2)")
@@ -127,7 +130,8 @@ def test_a_sweep_whose_files_have_changed_does_not_go_on(dpexp_job, store, tmp_p
     own = tmp_path / "own/optimizer"
     own.mkdir(parents=True)
     (own / "mine.yaml").write_text("_target_: torch.optim.SGD\n_partial_: true\nlr: 0.1\n")
-    sweep = ("-m", f"--config-dir={own.parent}", *QUICK, SAME, "privacy.noise_multiplier=2", "optimizer=mine")
+    sweep = ("-m", f"--config-dir={own.parent}", *QUICK, SAME, "privacy.noise_multiplier=2", "optimizer=mine",
+             "train=false")  # fmt: skip
     dpexp_job(*sweep)
     dpexp_job(*sweep)
     assert len(store.trials()) == 1
@@ -207,7 +211,7 @@ def test_calibration_without_training_whose_trials_print_their_plans_if_asked_fo
 
 def test_what_is_solved_is_shown_in_place_of_what_was_given(dpexp_job, store, capsys):
     """In the terminal, in MLflow and by the sweep needed_q, which trains nothing."""
-    quick = ("model=logistic", "accountant=rdp")
+    quick = ("model=logistic",)
     dpexp_job("-m", "sweep=needed_q", *quick, "privacy.epsilon=2,8")
     printed = " ".join(capsys.readouterr().out.split())
     assert f" {WHY['sampling_rate']} " in printed and WHY["sampling_rate"] in store.note() and "% ·" not in printed
@@ -277,14 +281,14 @@ def test_an_objective_of_ones_own_module_is_only_known_afterwards(dpexp_job, tmp
 
 
 def test_nothing_is_claimed_for_trials_whose_guarantee_does_not_hold(dpexp_job, store, capsys):
-    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2", "diagnostics=unsafe")
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2", "diagnostics=unsafe", "accountant=moments")
     assert capsys.readouterr().out.count("not private ·") == 1
     assert not any(key.startswith("with selection ") for key in store.parents()[0].data.metrics)
     assert "Nothing may be claimed" in store.note()
 
 
 def test_deleted_runs_count_and_damaged_or_lost_ledgers_are_reported(dpexp_job, store, tmp_path, recwarn):
-    sweep = ("-m", *QUICK, SAME, "privacy.noise_multiplier=2")
+    sweep = ("-m", *QUICK, SAME, "privacy.noise_multiplier=2", "accountant=moments")
 
     def all_runs():
         return store.parents()[0].data.metrics["with selection all_runs_epsilon"]
@@ -348,7 +352,7 @@ def refused_when_resumed(*arguments):
 
 def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, monkeypatch):
     monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", lambda mean, shape, random: 2)
-    sweep = (*SELECT, "hydra.sweeper.mean=4", "privacy.noise_multiplier=8", "optimizer.lr=0.1,0.2,0.4")
+    sweep = (*SELECT, "hydra.sweeper.mean=4", "privacy.noise_multiplier=8", "optimizer.lr=0.1,0.2")
     dpexp_job(*sweep)
     (parent,), trials = store.parents(), store.trials("FINISHED")
     assert len(trials) == 2 and {run.data.params["draw"] for run in trials} == {"0", "1"}
@@ -449,18 +453,38 @@ def test_a_grid_without_a_price_is_refused_before_it_starts(dpexp_job, store, tm
     assert not store.trials() and not ledgers_in(tmp_path)
 
 
-@pytest.mark.parametrize("mean, shape", [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5), (6.0, math.inf), (1.0, 1.0)])
+class Spread:
+    """Its numbers are in the middles of `count` equal parts of [0, 1), one after the other."""
+
+    def __init__(self, count):
+        self._numbers = iter((np.arange(count) + 0.5) / count)
+
+    def random(self):
+        return next(self._numbers)
+
+
+def chances(shape, gamma, k):
+    """Of k trials, in a truncated negative binomial distribution; a logarithmic one if the shape is 0."""
+    if shape == 0:
+        return (1 - gamma) ** k / (k * -math.log(gamma))
+    ways = np.cumprod((k - 1 + shape) / k)
+    return (1 - gamma) ** k * ways / (gamma**-shape - 1)
+
+
+@pytest.mark.parametrize("mean, shape", [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5)])
 def test_the_number_of_trials_has_the_distribution_that_is_accounted(mean, shape):
-    """Papernot & Steinke 2022, definitions 1 and 2."""
+    """Papernot & Steinke 2022, definition 1."""
+    k, count = np.arange(1, 3000), 400
+    expected = chances(shape, brentq(lambda gamma: k @ chances(shape, gamma, k) - mean, 0.01, 0.99), k)
+    assert expected.sum() == pytest.approx(1)
+    random = Spread(count)
+    drawn = np.bincount([draw_repetitions(mean, shape, random) for _ in range(count)], minlength=len(k) + 1)
+    assert drawn[0] == 0 and np.all(np.abs(drawn[1:] - count * expected) <= 1)
+
+
+def test_the_number_of_trials_may_be_that_of_a_poisson_distribution_or_one():
+    """Definition 2; no other has a mean of 1."""
     random = np.random.default_rng(0)
-    drawn = np.array([draw_repetitions(mean, shape, random) for _ in range(4000)])
-    assert drawn.mean() == pytest.approx(mean, abs=5 * drawn.std() / 4000**0.5 + 1e-9)
-    if math.isinf(shape) or mean == 1:
-        assert drawn.min() >= (0 if math.isinf(shape) else 1)
-        return
-    assert drawn.min() == 1
-    if shape == 1:
-        expected = [(1 / mean) * (1 - 1 / mean) ** (k - 1) for k in range(1, 8)]  # geometric
-        seen = [int((drawn == k).sum()) for k in range(1, 8)]
-        seen.append(4000 - sum(seen))
-        assert chisquare(seen, 4000 * np.array([*expected, 1 - sum(expected)])).pvalue > 1e-3
+    drawn = np.array([draw_repetitions(6.0, math.inf, random) for _ in range(4000)])
+    assert drawn.min() == 0 and drawn.mean() == pytest.approx(6.0, abs=5 * drawn.std() / 4000**0.5)
+    assert drawn.var() == pytest.approx(6.0, rel=0.15) and draw_repetitions(1.0, 1.0, random) == 1

@@ -37,8 +37,8 @@ HERE = [family for family in FAMILIES if family != "images" or find_spec("timm")
 MODELS = {family: importlib.import_module(f"zoo.{family}").MODELS for family in HERE}
 
 ALWAYS = {
-    "LSTM", "LSTM, projected", "GRU, both ways", "checkpointed", "checkpointed, reentrant", "channels last",
-    "tied language model", "attention pooling", "matrix factorization, Bilinear", "LSTM, packed", "early exits",
+    "LSTM, projected", "GRU, both ways", "checkpointed", "checkpointed, reentrant", "channels last",
+    "attention pooling", "matrix factorization, Bilinear", "LSTM, packed", "early exits",
     "weight-standardized convolutions", "Fourier layer, complex", "DeBERTa", "GPT-2, mask", "Mixtral", "Wav2Vec2, CTC",
     "LoRA on Llama", "timm ViT", "timm ResNet", "torchvision ResNet, GroupNorm",
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """Records that fail, that are not what they say, and what is random: each is its own alone, and trains as by hand."""
 
 import functools
-import multiprocessing
 import os
 import random
 import signal
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from conftest import FORKS
 from plans import plan_of, trainer
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from reference import engine_of, sums_of
@@ -192,9 +192,8 @@ def test_a_step_that_was_set_on_the_module_is_there_again_afterwards(tmp_path):
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has the other way only since 2.9")
 def test_both_ways_to_set_precision_train_the_same(tmp_path):
     (expected,), _ = trained(tmp_path, Model().float(), [(x.float(), y) for x, y in rows(6)])
-    spawn = multiprocessing.get_context("spawn")  # with CUDA's PyTorch, no process that was forked can train
-    found = spawn.Value("d", 0.0)
-    process = spawn.Process(target=trained_with_the_other_way_to_set_precision, args=(tmp_path, found))
+    found = FORKS.Value("d", 0.0)
+    process = FORKS.Process(target=trained_with_the_other_way_to_set_precision, args=(tmp_path, found))
     process.start()
     process.join(120)
     assert process.exitcode == 0 and found.value == pytest.approx(float(expected.norm()), rel=0.02)

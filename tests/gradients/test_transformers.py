@@ -65,8 +65,7 @@ def test_a_batch_by_name_is_trained_with_the_models_own_loss():
         module.training_step(batch)
 
 
-@pytest.mark.parametrize("model", ["bert", "lora"])
-def test_a_model_and_data_by_name_train(model, dpexp_job, tmp_path, monkeypatch, recwarn):
+def test_a_model_and_data_by_name_train(dpexp_job, tmp_path, monkeypatch, recwarn):
     """As docs/own.md has it."""
     for title, content in blocks(DOCS / "own.md", "yaml", "python"):
         if title:
@@ -74,7 +73,7 @@ def test_a_model_and_data_by_name_train(model, dpexp_job, tmp_path, monkeypatch,
             (tmp_path / title).write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
     _, arguments = commands(DOCS / "own.md")
-    output = dpexp_job(*arguments, f"model={model}", "sampling.steps=3", "tracking=none")
+    output = dpexp_job(*arguments, "sampling.steps=3", "tracking=none")
     said = " ".join(str(w.message) for w in recwarn).replace("what training_step logs", "")
     assert "training_step" not in said and "one at a time" not in said
     trained = dpexp.load(output)

@@ -69,7 +69,7 @@ def test_q_is_solved_from_the_noise_on_the_average_alone():
     q, z = made.sampling.q, made.noise_multiplier
     assert averages(made) == pytest.approx(SIGMAS, rel=1e-12)
     assert 0 < q < 0.9 and made.rounds == 40 and made.calibration.value == q
-    cost = directly(z, q, 40, 1e-5, pld.PLDAccountant(value_discretization_interval=1e-5))
+    cost = directly(z, q, 40, 1e-5, pld.PLDAccountant(value_discretization_interval=3e-5))
     assert 2.0 * (1 - 2e-3) <= cost <= 2.0
 
 
@@ -88,16 +88,16 @@ def test_every_spelling_of_the_same_noise_on_the_average_has_the_same_q():
         assert plan(**spelled, **asked).sampling.q == pytest.approx(q, rel=1e-9)
 
 
-@pytest.mark.parametrize("epochs", [2.5, 20])
-def test_the_rounds_of_so_many_epochs_follow_the_solved_q(epochs):
+def test_the_rounds_of_so_many_epochs_follow_the_solved_q():
     """At fixed σ_g, ε falls as q rises, from q to 1; and a smaller q costs more than the target."""
+    epochs = 7.5
     made = of_average(epochs=epochs, **TARGET)
     q = made.sampling.q
     assert made.rounds == math.ceil(epochs / q - 1e-6) and 1 / 2000 < q < 1
     assert averages(made) == pytest.approx(SIGMAS, rel=1e-12)
-    cost = directly(made.noise_multiplier, q, made.rounds, 1e-5, pld.PLDAccountant(value_discretization_interval=1e-5))
+    cost = directly(made.noise_multiplier, q, made.rounds, 1e-5, pld.PLDAccountant(value_discretization_interval=3e-5))
     assert cost <= 2.0
-    costs = [epsilon(of_average(epochs=epochs, q=float(rate)).ledger(), 1e-5) for rate in np.geomspace(q, 1, 15)]
+    costs = [epsilon(of_average(epochs=epochs, q=float(rate)).ledger(), 1e-5) for rate in np.geomspace(q, 1, 8)]
     assert max(costs) <= 2.0 and costs == sorted(costs, reverse=True)
     assert epsilon(of_average(epochs=epochs, q=q * 0.99).ledger(), 1e-5) > 2.0
 

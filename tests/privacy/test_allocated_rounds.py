@@ -217,12 +217,11 @@ def fit(folder, plan, data, module=None):
     "k, choices",
     [
         (1, {}),
-        (2, {}),
         (3, {"mechanism": Joint(FixedClipNorm([0.2, 0.5]))}),
         (1, {"private_metrics": {"train_loss": {"clip_norm": 0.3, "budget_share": 0.1}}}),
         (1, {"privacy_unit": Microbatch(size=2), "n": 2 * N}),
     ],
-    ids=["k=1", "k=2", "joint", "a metric", "microbatches"],
+    ids=["k=1", "joint", "a metric", "microbatches"],
 )
 def test_a_record_more_moves_k_sums_an_epoch_by_at_most_S(tmp_path, k, choices):
     """Next to no noise, and the same draws of all other records; the record's gradient is longer than S."""

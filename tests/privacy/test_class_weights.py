@@ -45,18 +45,22 @@ def step(model, batch):
     return loss
 
 
-def sums(folder, batch, mode, loss_of=step, **options):
-    """Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value."""
+def engine_of(mode):
     model = net()
     plan = plan_of(
-        model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), private_metrics={"loss": {"clip_norm": 9,
-            "budget_share": 0.01}},
-        **({"noise_multiplier": 1e-7} | options),
+        model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), noise_multiplier=1e-7,
+        private_metrics={"loss": {"clip_norm": 9, "budget_share": 0.01}},
     )  # fmt: skip
     engine = PrivateRound(plan, model, GaussianNoise())
     if mode != TRACED:
         engine.step.mode = mode
-    path = folder / str(len([*folder.iterdir()]))
+    return engine
+
+
+def sums(folder, batch, mode, loss_of=step, engine=None):
+    """Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value."""
+    engine = engine or engine_of(mode)
+    plan, path = engine.plan, folder / str(len([*folder.iterdir()]))
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None)
     ledger.sample(plan.at_round(0).sampling.event(N, 0))
     engine.begin(0)
@@ -88,10 +92,10 @@ def test_a_weight_is_of_the_clipped_gradient_and_of_nothing_else(mode, tmp_path,
 
 @pytest.mark.parametrize("mode", [TRACED, LOOP])
 def test_a_record_more_moves_the_sum_by_at_most_S_whatever_its_weight(mode, tmp_path, recwarn):
-    batch = (1e3 * records()[0], *records()[1:])
-    whole = sums(tmp_path, batch, mode)
+    batch, engine = (1e3 * records()[0], *records()[1:]), engine_of(mode)
+    whole = sums(tmp_path, batch, mode, engine=engine)
     for i, w in enumerate(BROUGHT):
-        rest = sums(tmp_path, [torch.cat([t[:i], t[i + 1 :]]) for t in batch], mode)
+        rest = sums(tmp_path, [torch.cat([t[:i], t[i + 1 :]]) for t in batch], mode, engine=engine)
         moved = math.sqrt(sum(float((whole[n] - rest[n]).square().sum()) for n in whole if n != ".value loss"))
         assert moved <= S + 1e-5 and moved == pytest.approx(w * S, abs=1e-5)
 

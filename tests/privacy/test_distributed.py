@@ -25,7 +25,7 @@ from dpexp.privacy.sampling.policies import FullBatch
 from dpexp.privacy.sampling.privacy_unit import User
 from dpexp.privacy.state_checks import digest_of_weights
 
-KINDS = ("plain", "adaptive", "banded", "batchnorm", "prepared", "allocated")
+KINDS = ("adaptive", "banded", "batchnorm", "prepared", "allocated")
 
 
 @pytest.mark.parametrize("count, kinds", [(2, KINDS), pytest.param(4, KINDS, marks=pytest.mark.whole)])
@@ -39,7 +39,7 @@ def test_several_processes_do_what_one_does(tmp_path, count, kinds):
         ledgers = [(tmp_path / folder / f"{what}.jsonl").read_bytes() for folder in ("1", "several")]
         assert ledgers[0] == ledgers[1], "but for the run's number, which here is the same"
     assert len([*(tmp_path / "several").glob("*.jsonl")]) == len(kinds)
-    each_takes_its_part(one["plain"]["sizes"], [each["plain"]["sizes"] for each in found])
+    each_takes_its_part(one["adaptive"]["sizes"], [each["adaptive"]["sizes"] for each in found])
 
 
 def releases_are_those_of_one_process(one, found):

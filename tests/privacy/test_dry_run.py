@@ -178,25 +178,24 @@ class Changing(Model):
 
     def on_train_batch_end(self, *_):
         t = self.trainer.global_step
-        self.hook(self, t, 1 + min(t, 5) / 2)
+        self.hook(self, t, 1 + min(t, 3) / 2)
 
 
 CHANGES = {  # the factor; what a hook does after round t, given a value of that round
     "hparams": (lambda m, i: m.hparams["beta"], lambda m, t, value: m.hparams.update(beta=value)),
     "options": (lambda m, i: m.options["beta"][0], lambda m, t, value: m.options["beta"].__setitem__(0, value)),
     "plain": (lambda m, i: m.plain.beta, lambda m, t, value: setattr(m.plain, "beta", value)),
-    "a function": (lambda m, i: m.act(torch.ones(())), lambda m, t, _: t == 3 and setattr(m, "act", torch.exp)),
-    "a default": (lambda m, i: getattr(m, "gain", 1.0), lambda m, t, _: t == 3 and setattr(m, "gain", 2.0)),
+    "a function": (lambda m, i: m.act(torch.ones(())), lambda m, t, _: t == 2 and setattr(m, "act", torch.exp)),
+    "a default": (lambda m, i: getattr(m, "gain", 1.0), lambda m, t, _: t == 2 and setattr(m, "gain", 2.0)),
     "a buffer": (
         lambda m, i: 1.0 if m.scale is None else m.scale,
-        lambda m, t, _: t == 3 and setattr(m, "scale", torch.tensor(2.0)),
+        lambda m, t, _: t == 2 and setattr(m, "scale", torch.tensor(2.0)),
     ),
     "a hook": (
         lambda m, i: 1.0,
-        lambda m, t, _: t == 3 and m.net[0].register_forward_hook(lambda layer, given, found: 3 * found),
+        lambda m, t, _: t == 2 and m.net[0].register_forward_hook(lambda layer, given, found: 3 * found),
     ),
-    "a late round": (lambda m, i: 3 if m.global_step >= 7 else 1,),
-    "a late epoch": (lambda m, i: 3 if m.current_epoch >= 7 else 1,),
+    "a late round": (lambda m, i: 3 if m.global_step >= 4 else 1,),
     "the number of the batch": (lambda m, i: 1 + i,),
     "the learning rate": (lambda m, i: 1 + m.optimizers().param_groups[0]["lr"],),
 }
@@ -227,11 +226,11 @@ class Expected(pl.Callback):
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_step_between_rounds_changes_what_is_released(tmp_path, change):
     expected, modes = Expected(rows(5)), Modes()
-    found, _ = trained(tmp_path, Changing(*CHANGES[change]), rows(5), steps=9, callbacks=[expected, modes])
-    assert len(found) == len(expected.sums) == 9
+    found, _ = trained(tmp_path, Changing(*CHANGES[change]), rows(5), steps=6, callbacks=[expected, modes])
+    assert len(found) == len(expected.sums) == 6
     for one, by_hand in zip(found, expected.sums, strict=True):
         assert torch.allclose(one, by_hand, atol=1e-6)
-    assert modes.seen == [TRACED] * 9, "and it is traced again"
+    assert modes.seen == [TRACED] * 6, "and it is traced again"
 
 
 # How records are processed

@@ -71,7 +71,7 @@ def moments_by_hand(model, one):
 
 
 @pytest.mark.parametrize("scale", [0.4, 1e3])
-def test_moments_of_each_record_are_clipped_together_and_summed(scale, tmp_path, recwarn):
+def test_moments_of_each_record_are_clipped_together_and_are_constants_of_its_gradient(scale, tmp_path, recwarn):
     private = PrivateBatchNorm(clip_scale=scale)
     model = private(net())
     engine = engine_of(model, private)
@@ -90,12 +90,6 @@ def test_moments_of_each_record_are_clipped_together_and_summed(scale, tmp_path,
             sums[name] = sums[name] + min(1.0, group.S / norm) * v
     for name, total in sums.items():
         torch.testing.assert_close(found[value_key(name)], total, rtol=1e-5, atol=2e-2 if scale == 1e3 else 1e-5)
-
-
-def test_gradients_take_statistics_as_constants(tmp_path):
-    private = PrivateBatchNorm(clip_scale=1e3)
-    model, batch = private(net()), data()
-    found = released(engine_of(model, private), tmp_path / "ledger", model, batch)
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for one in zip(*batch, strict=True):
         gradients = torch.autograd.grad(loss_of(model, one), list(model.parameters()))
@@ -175,7 +169,7 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
 
 
 QUICK = (
-    "model=resnet", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "tracking=none",
+    "model=resnet", "sampling.steps=2", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "tracking=none",
 )  # fmt: skip
 
 
@@ -184,7 +178,7 @@ def test_a_job_with_private_statistics(dpexp_job):
     result = result_of(output)
     assert result["groups"]["batchnorm"]["share"] == 0.1
     weights = dpexp.load(output).state_dict()
-    assert weights["1.num_batches_tracked"] == 4 and not torch.equal(weights["1.running_mean"], torch.zeros(16))
+    assert weights["1.num_batches_tracked"] == 2 and not torch.equal(weights["1.running_mean"], torch.zeros(16))
     assert dpexp.load(output)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 

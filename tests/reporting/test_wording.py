@@ -63,7 +63,7 @@ def formats(tree):
                     yield part.lineno
             continue
         formatted = isinstance(node, ast.BinOp) and isinstance(getattr(node.left, "value", None), str)
-        if claims(node) and (formatted or called(node) in ("format", "round", "format_float_positional")):
+        if (formatted or called(node) in ("format", "round", "format_float_positional")) and claims(node):
             yield node.lineno
 
 

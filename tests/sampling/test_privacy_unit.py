@@ -21,7 +21,7 @@ from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import groups
 from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
 
-SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.inf, math.nan])])
+SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.nan])])
 
 
 class Model(pl.LightningModule):

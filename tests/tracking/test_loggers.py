@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from jobs import store_of
+from tensorboard.backend.event_processing import event_accumulator
 
 from dpexp.commands.trainer import _to_tensorboard
 from dpexp.errors import ConfigError
@@ -12,12 +13,12 @@ from dpexp.tracking.run import MetricsLogger
 
 JOB = (
     "model=logistic", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=1",
-    "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.01}}",
+    "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.01}}", "accountant=moments",
 )  # fmt: skip
 
 
-def test_a_table_has_the_metrics_that_mlflow_has(dpexp_job, tmp_path):
-    output = dpexp_job(*JOB, "logger=csv", "callbacks=[learning_rate,ema]")
+def test_a_table_has_the_metrics_that_mlflow_has_and_tensorboards_file_has_no_times(dpexp_job, tmp_path):
+    output = dpexp_job(*JOB, "logger=[csv,tensorboard]", "callbacks=[learning_rate,ema]")
     (folder,) = (output / "csv").iterdir()
     assert [path.name for path in folder.iterdir()] == ["metrics.csv"], "no hyperparameters"
     with (folder / "metrics.csv").open() as file:
@@ -36,9 +37,16 @@ def test_a_table_has_the_metrics_that_mlflow_has(dpexp_job, tmp_path):
     assert {"epsilon", "test_accuracy", "test_accuracy_unaveraged", "private/train_loss", "lr-SGD"} <= names
     assert not names & {"train_loss", "train_accuracy", "epoch"} and {point[1] for point in written} <= {0, 1, 2, 3, 4}
 
+    (folder,) = (output / "tensorboard").iterdir()
+    found = event_accumulator.EventAccumulator(str(folder)).Reload()
+    points = [point for name in found.Tags()["scalars"] for point in found.Scalars(name)]
+    assert len(points) > 10 and all(point.wall_time == point.step <= 4 for point in points)
+    assert {"private/train_loss", "epsilon"} <= {*found.Tags()["scalars"]}
+    assert found.Tags()["graph"] is False and not found.Tags()["tensors"]
+
 
 def test_without_mlflow_a_logger_gets_them_all_the_same(dpexp_job):
-    output = dpexp_job(*JOB[:-1], "logger=csv", "tracking=none")
+    output = dpexp_job(*JOB[:-2], "logger=csv", "tracking=none", "accountant=moments")
     (file,) = output.glob("csv/*/metrics.csv")
     assert "epsilon" in file.read_text().splitlines()[0] and not (output / "mlflow_run_id").exists()
 
@@ -55,18 +63,6 @@ def test_tensorboard_gets_the_round_in_place_of_the_time():
     assert logger.log_hyperparams({"secret": 1}) is None
     with pytest.raises(ConfigError, match=r"self\.logger\.experiment\.add_histogram: what it"):
         logger.experiment.add_histogram("weights", [1.0])
-
-
-def test_tensorboards_file_has_no_times(dpexp_job):
-    from tensorboard.backend.event_processing import event_accumulator as events
-
-    output = dpexp_job(*JOB, "logger=[csv,tensorboard]")
-    (folder,) = (output / "tensorboard").iterdir()
-    found = events.EventAccumulator(str(folder)).Reload()
-    points = [point for name in found.Tags()["scalars"] for point in found.Scalars(name)]
-    assert len(points) > 10 and all(point.wall_time == point.step <= 4 for point in points)
-    assert {"private/train_loss", "epsilon"} <= {*found.Tags()["scalars"]}
-    assert found.Tags()["graph"] is False and not found.Tags()["tensors"]
 
 
 @pytest.mark.parametrize(

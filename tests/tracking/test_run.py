@@ -82,7 +82,7 @@ def test_a_finished_run(dpexp_job, tmp_path):
 
 @pytest.mark.parametrize("asked", ["privacy.enabled=false", "diagnostics=unsafe"])
 def test_a_run_that_is_not_private_says_so(asked, dpexp_job, tmp_path):
-    output = dpexp_job(*QUICK, asked)
+    output = dpexp_job(*QUICK, "accountant=moments", asked)
     run, private = only_run(tmp_path), asked == "diagnostics=unsafe"
     assert run.data.tags["dpexp.private"].startswith("no") and result_of(output)["private"] is False
     shown = {"epsilon", "unsafe/train_loss", "unsafe/sample_size", "unsafe/clip_fraction/all"}

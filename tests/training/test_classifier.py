@@ -77,9 +77,11 @@ def test_of_many_classes_the_lowest_recalls_are_printed_and_of_a_regression_r2(c
     (["data=mnist", "privacy_unit=user", "data.users=100"], 15_000),
 ])  # fmt: skip
 def test_the_default_batch_is_a_quarter_of_the_units_and_at_most_512(overrides, size):
-    cfg = compose(*overrides)
-    assert cfg.sampling.expected_batch_size == pytest.approx(size)
-    assert compose(*overrides, "sampling.sampling_rate=0.1").sampling.expected_batch_size is None
+    assert compose(*overrides).sampling.expected_batch_size == pytest.approx(size)
+
+
+def test_a_sampling_rate_leaves_no_default_batch():
+    assert compose("sampling.sampling_rate=0.1").sampling.expected_batch_size is None
 
 
 def test_the_default_learning_rate_is_that_of_noisy_sgd():

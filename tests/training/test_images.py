@@ -24,7 +24,7 @@ from dpexp.training.data.images import class_names
 JOB = ("data=images", "data.path=train", "data.test_path=test", "data.n=60", "data.shape=[1,8,8]", "model=logistic",
        "trainer.num_evaluations=0", "privacy.delta=1e-3")  # fmt: skip
 QUICK = ("privacy.noise_multiplier=1.0", "sampling.sampling_rate=0.5", "sampling.expected_batch_size=null",
-         "sampling.steps=2", "tracking=none")  # fmt: skip
+         "sampling.steps=2", "tracking=none", "accountant=moments")  # fmt: skip
 
 
 def images_in(folder, count, seed):
@@ -60,7 +60,8 @@ def distance(one, other):
 
 
 def test_a_folder_of_images_trains_and_predicts_new_ones(folders, dpexp_job):
-    output = dpexp_job(*JOB, "privacy.epsilon=8", "sampling.expected_batch_size=30", "sampling.steps=30")
+    output = dpexp_job(*JOB, "privacy.noise_multiplier=1", "sampling.expected_batch_size=30", "sampling.steps=30",
+                       "accountant=moments")  # fmt: skip
     metrics = json.loads((output / "result.json").read_text())["metrics"]
     assert metrics["test_accuracy"] > 0.9
     shutil.rmtree("train")
@@ -220,8 +221,8 @@ def test_images_of_a_data_set_train_and_files_are_predicted(folders, dpexp_job):
     rows = [(file, file.split("/")[-2]) for file in files]
     rows[5] = (files[5], None)
     saved({"scan": ImageFeature(), "kind": ClassLabel(names=["a", "b"])}, rows)
-    output = dpexp_job(*HUB, "data.input=scan", "data.label=kind", "data.shape=[1,8,8]", "privacy.epsilon=8",
-                       "sampling.expected_batch_size=30", "sampling.steps=30")  # fmt: skip
+    output = dpexp_job(*HUB, "data.input=scan", "data.label=kind", "data.shape=[1,8,8]", "privacy.noise_multiplier=1",
+                       "sampling.expected_batch_size=30", "sampling.steps=30", "accountant=moments")  # fmt: skip
     assert json.loads((output / "result.json").read_text())["metrics"]["test_accuracy"] > 0.9
     shutil.rmtree("saved")
     found = predict([str(output), "test"])
@@ -237,8 +238,8 @@ def test_vectors_of_a_data_set_train(folders, dpexp_job):
     job = (*HUB, "data.input=v", "data.label=y", "data.shape=[4]")
     data = HuggingFace("saved", ["no", "yes"], [4], "v", "y")
     assert len(data.train) == 57 and len(data.test) == 20 and data.train[0][0].tolist() == pytest.approx(rows[3][0])
-    output = dpexp_job(*job, "data.class_names=[no,yes]", "privacy.epsilon=8", "sampling.expected_batch_size=30",
-                       "sampling.steps=30")  # fmt: skip
+    output = dpexp_job(*job, "data.class_names=[no,yes]", "privacy.noise_multiplier=1", "tracking=none",
+                       "sampling.expected_batch_size=30", "sampling.steps=30", "accountant=moments")  # fmt: skip
     assert json.loads((output / "result.json").read_text())["metrics"]["test_accuracy"] > 0.9
     pd.DataFrame({"v": [row[0] for row in rows[60:]]}).to_parquet("new.parquet")
     assert (predict([str(output), "new.parquet"])["prediction"] == [row[1] for row in rows[60:]]).sum() > 17

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections import Counter
 
 import mlflow
@@ -34,7 +35,7 @@ ONE_ROUND = (
     "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "sampling.steps=1", "sampling.epochs=null",
     "privacy.epsilon=null",
     "sampling.expected_batch_size=null", "privacy.noise_multiplier=1e-6", "privacy.delta=1e-5", "privacy.noise_seed=1",
-    "tracking=none",
+    "tracking=none", "accountant=moments",
 )  # fmt: skip
 
 
@@ -52,18 +53,27 @@ def tokenizer_with(**special):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unknown>", **special)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with a tiny GPT-2, its tokenizer without a padding token, and texts; file names are relative to it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A tiny GPT-2 and its tokenizer without a padding token."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=18, n_positions=32, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         bos_token_id=0, eos_token_id=0, initializer_range=0.3,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained("tiny")
-    tokenizer_with(eos_token="<end>").save_pretrained("tiny")
+    path = tmp_path_factory.mktemp("tiny")
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer_with(eos_token="<end>").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, tiny):
+    """A folder with the model in `tiny`, and texts; file names are relative to it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.manual_seed(0)
+    shutil.copytree(tiny, "tiny")
     (tmp_path / "train.txt").write_text("\n\n".join(texts(60)))
     (tmp_path / "test.txt").write_text("\n \n\n".join(texts(20, seed=1)))
     write("train.jsonl", texts(60))

@@ -14,7 +14,7 @@ import dpexp
 from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError
 from dpexp.training.data import Backbone, Digits
-from dpexp.training.models import mlp
+from dpexp.training.models import cnn, mlp
 from dpexp.training.pretrained import (
     All,
     Bias,
@@ -109,7 +109,8 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
             load_initial_weights(wrong, tmp_path / file, ["5.weight", "5.bias"])
 
 
-FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0")
+FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0", "privacy.noise_multiplier=1",
+        "accountant=moments")  # fmt: skip
 PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
 NETWORK = "{_target_: dpexp.training.models.mlp, shape: [1, 8, 8], classes: 10}"
 BACKBONE = (
@@ -131,15 +132,20 @@ def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
     assert torch.equal(dpexp.load(second)[1].weight, given["1.weight"])  # the first job's file is not needed
 
 
-def test_named_modules_are_trained_around_frozen_public_ones_and_may_be_new(dpexp_job, capsys):
+def public_weights(model, path):
+    """A file of weights as a job without privacy on other data keeps it."""
+    save_weights(model, path, {"private": "False"})
+    return path
+
+
+def test_named_modules_are_trained_around_frozen_public_ones_and_may_be_new(dpexp_job, tmp_path, capsys):
     """As in the slides: new first and last layers, for other images and classes, around frozen ones."""
-    cnn = ("model=cnn", *FAST[1:])
-    public = dpexp_job(*cnn, "data=synthetic", "data.shape=[3,8,8]", "privacy.enabled=false") / "weights.safetensors"
+    job = ("model=cnn", *FAST[1:])
+    public = public_weights(cnn([3, 8, 8], 5), tmp_path / "public.safetensors")
     with pytest.raises(SystemExit, match=r"they differ in 0\.weight, and only 9\.weight, 9\.bias may differ"):
-        dpexp_job(*cnn, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[9]")
-    capsys.readouterr()
+        dpexp_job(*job, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[9]")
     with pytest.warns(UserWarning, match=r"has no 0\.weight, 9\.weight, 9\.bias of this shape"):
-        private = dpexp_job(*cnn, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[0,9]")
+        private = dpexp_job(*job, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[0,9]")
     said = "Trained: 490 of 9,258 weights: model.0.weight, model.0.bias, model.9.weight, model.9.bias"
     assert said in " ".join(capsys.readouterr().out.split())
     given, found = load_file(public), load_file(private / "weights.safetensors")
@@ -148,8 +154,8 @@ def test_named_modules_are_trained_around_frozen_public_ones_and_may_be_new(dpex
     assert dpexp.load(private)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-def test_a_head_that_is_not_trained_may_differ_and_nothing_else(dpexp_job):
-    public = dpexp_job(*FAST, *PUBLIC, "model.hidden=[7]") / "weights.safetensors"
+def test_a_head_that_is_not_trained_may_differ_and_nothing_else(dpexp_job, tmp_path):
+    public = public_weights(mlp([1, 8, 8], 5, [7]), tmp_path / "public.safetensors")
     with pytest.raises(SystemExit, match=r"they differ in 1\.bias, 1\.weight, and only 3\.weight, 3\.bias may differ"):
         dpexp_job(*FAST, "fine_tuning=lora", "fine_tuning.head=false", f"model.weights={public}")
 
@@ -177,7 +183,7 @@ def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_
 
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):
-    public = dpexp_job(*FAST, *PUBLIC, "data.classes=10") / "weights.safetensors"
+    public = public_weights(mlp([1, 8, 8], 10), tmp_path / "public.safetensors")
     job = ("model=logistic", *FAST[1:], *BACKBONE, f"+data.features_of.weights={public}", "data.shape=[128]")
     private = dpexp_job(*job)
     assert load_file(private / "weights.safetensors")["1.weight"].shape == (10, 128)
