@@ -167,6 +167,15 @@ def forked(tmp_path, monkeypatch, empty_store):
 
 
 @pytest.fixture
+def bare(monkeypatch):
+    """Jobs draw no figures and export no model to MLflow, which tests without this fixture check."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: Path(path).touch())
+    monkeypatch.setattr("dpexp.tracking.registered_model.save_as_mlflow", lambda *arguments: None)
+
+
+@pytest.fixture
 def read_lines():
     """A ledger's lines, read without dpexp."""
     return lambda path: [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -10,7 +10,6 @@ from jobs import result_of, store_of
 from scipy.optimize import brentq
 from scipy.stats import norm
 from test_accountants import ledger, of
-from test_sweep import quick_trials
 
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.composition import GaussianMechanism
@@ -36,7 +35,7 @@ from dpexp.accounting.rounding import up
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 
-__all__ = ["quick_trials"]  # a fixture
+pytestmark = pytest.mark.usefixtures("bare")
 # riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =
 # from_gaussian_mechanism(z, sampling_prob=q, use_connect_dots=True, value_discretization_interval=h).self_compose(
 # rounds) with h = 0.03 q √(e^(1/z²) - 1), but at most 2e-3.

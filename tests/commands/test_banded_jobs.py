@@ -1,12 +1,12 @@
 """Jobs with correlated noise, from the command line."""
 
+import pytest
 from jobs import result_of, store_of
-from test_sweep import quick_trials
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.releases import releases
 
-__all__ = ["quick_trials"]  # a fixture
+pytestmark = pytest.mark.usefixtures("bare")
 SMALL = ("model=logistic", "trainer.num_evaluations=0", "sampling.expected_batch_size=64")
 
 

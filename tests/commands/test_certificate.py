@@ -13,7 +13,6 @@ import pytest
 from jobs import result_of
 from test_accountants import ledger, of
 from test_one_time_queries import TRAINING, gaussian, laplace, once
-from test_sweep import quick_trials
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import epsilon
@@ -27,7 +26,7 @@ from dpexp.commands.certificate import LOOSEST, certificate, verify
 from dpexp.errors import ClaimRefuted, ConfigError
 from tests.pages import DOCS, blocks
 
-__all__ = ["quick_trials"]  # a fixture
+pytestmark = pytest.mark.usefixtures("bare")
 SHUFFLED = Ledger(
     "replace_one",
     {Round(SamplingEvent("shuffle", 0.25, 1000, epoch=k), (SumQueryEvent("all", 1.0, 4.0),)): 4 for k in range(3)},

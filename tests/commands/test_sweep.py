@@ -30,6 +30,7 @@ from dpexp.reporting.comparisons import WHY
 
 QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
 SAME = "hydra.sweep.dir=outputs/multirun/a/b"  # in which a sweep goes on
+pytestmark = pytest.mark.usefixtures("bare")
 DRAW = Figure.savefig
 
 
@@ -51,13 +52,6 @@ class Store:
 
     def note(self):
         return self.parents()[0].data.tags["mlflow.note.content"]
-
-
-@pytest.fixture(autouse=True)
-def quick_trials(monkeypatch):
-    """Trials draw no figures and export no model, which other tests check."""
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: Path(path).touch())
-    monkeypatch.setattr("dpexp.tracking.registered_model.save_as_mlflow", lambda *arguments: None)
 
 
 @pytest.fixture

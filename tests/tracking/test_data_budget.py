@@ -18,7 +18,6 @@ from jobs import store_of
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 from test_run_costs import EVENT, held, rounds, run_on, store
-from test_sweep import quick_trials
 
 from dpexp.__main__ import main
 from dpexp.accounting.calibration import solve
@@ -40,7 +39,8 @@ from dpexp.tracking.data_budget import budget_used, lock_of, reserved
 from dpexp.tracking.job_folder import RESERVED_LEDGER
 from dpexp.tracking.run_costs import costs_in
 
-__all__ = ["quick_trials", "run_on", "store"]  # fixtures
+__all__ = ["run_on", "store"]  # fixtures
+pytestmark = pytest.mark.usefixtures("bare")
 SMALL = {"epsilon": 0.5, "delta": 1e-5}
 TAG = {"dpexp.budget": json.dumps(asdict(budget(SMALL)))}
 PLANNED = 40

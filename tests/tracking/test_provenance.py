@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from jobs import store_of
 from mlflow import MlflowClient
-from test_sweep import quick_trials
 
 from dpexp.tracking.provenance import provenance, short_name, without_passwords
 
-__all__ = ["quick_trials"]  # a fixture
+pytestmark = pytest.mark.usefixtures("bare")
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
 

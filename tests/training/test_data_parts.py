@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import store_of
 from safetensors.torch import load_file
-from test_sweep import quick_trials
 from test_tables import COLUMNS, CSV, output_of, rows, table
 
 from dpexp.accounting.ledger import Part, read_ledger
@@ -19,7 +18,8 @@ from dpexp.errors import ConfigError
 from dpexp.training.data import Table
 from dpexp.training.data.raw import hash_of, in_part
 
-__all__ = ["quick_trials", "table"]  # fixtures
+__all__ = ["table"]  # a fixture
+pytestmark = pytest.mark.usefixtures("bare")
 FIRST, SECOND = "data.part={column: name, low: 0, high: 0.5}", "data.part={column: name, low: 0.5, high: 1}"
 ONE_ROUND = ("data.id=people", "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "sampling=full_batch",
              "sampling.steps=1", "sampling.epochs=null", "privacy.epsilon=null", "privacy.noise_multiplier=1e-6",
