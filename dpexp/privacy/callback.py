@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +12,7 @@ from dpexp._lightning_compat import TrainerFn, pl, refuse_mixed, replace_trainin
 from dpexp.errors import ConfigError
 from dpexp.privacy import muted_logging, refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
-from dpexp.privacy.gradients.chunk import LossOf
+from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
 from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.training import PrivateTraining
@@ -156,10 +155,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step
         bound = getattr(training_step, "__self__", None) is pl_module
-
-        def step(own: pl.LightningModule) -> Callable[..., Any]:
-            muted_logging.mute_metrics(own, self._logged)
-            return MethodType(training_step.__func__, own) if bound else training_step  # type: ignore[attr-defined]
+        function: Any = training_step.__func__ if bound else training_step  # type: ignore[attr-defined]
 
         @wraps(training_step)
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +165,12 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 raise ConfigError("training_step was called outside the plan's rounds; each call would be a release.")
             self._trained, self._args = (trainer, pl_module), [*args]
             convert = trainer.precision_plugin.convert_input
-            self._sum_sample(pl_module, lambda own, record: step(own)(convert(record), *self._args, **kwargs))
+
+            def call(own: StandIn, record: Any) -> Any:
+                given = [own.module] if bound else []
+                return function(*given, convert(record), *self._args, **kwargs)
+
+            self._sum_sample(TrainingStep(call, pl_module, pl_module, function, logged=self._logged))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))
@@ -180,12 +181,13 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     def _public_record(self) -> Any:
         return public_record(self._trained[0])
 
-    def _largest_fitting_batch(self, loss_of: LossOf) -> int | None:
-        trainer, module = self._trained
-        return largest_fitting_batch(self.plan, module, loss_of, trainer)
+    def _largest_fitting_batch(self, step: TrainingStep) -> int | None:
+        return largest_fitting_batch(self.plan, step, self._trained[0])
 
-    def _after_dry_run(self, kept: Sequence[str]) -> None:
+    def _readers(self) -> list[tuple[Any, Sequence[str]]]:
         trainer, module = self._trained
-        refusals.refuse_read_by_hooks(trainer, module, kept)
-        refusals.refuse_monitors(trainer, module, self._logged, self._validated)
-        muted_logging.say_dropped(self._logged, self.plan)
+        callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith(refusals.OURS)]  # type: ignore[attr-defined]
+        return [(one, refusals.HOOKS) for one in (module, *callbacks)]
+
+    def _after_dry_run(self) -> None:
+        refusals.refuse_monitors(*self._trained, self._logged, self._validated)

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import explain
-from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, NoLoss, SyntheticRecords, copied
+from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, NoLoss, SyntheticRecords, copied
 from dpexp.privacy.gradients.compiled import seconds
-from dpexp.privacy.gradients.module_copy import copy_of
 from dpexp.privacy.gradients.per_example import ONE_LOSS, python_random_states
 from dpexp.privacy.gradients.step import TRACED, Settings, Step
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -29,23 +29,22 @@ from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 
 
-def dry_run(
-    step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module, later: Settings, within: Settings
-) -> None:
+def dry_run(step: Step, rounds: RoundLoader, training_step: TrainingStep, later: Settings, within: Settings) -> None:
     """Raises ConfigError for mistakes of a step, and chooses its execution mode, on synthetic or public records.
 
     Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched. `later` and
     `within` imitate other rounds (`Step.decide`).
     """
+    module = training_step.module
     rounds.memory.refuse([*module.named_parameters(), *module.named_buffers()])
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     failure = ConfigError("data: the training set has no records.")
-    of_shape = {(one := Chunk.of(loss_of, some.to(device).batch, 1)).key: one for some in rounds.shapes()}
+    of_shape = {(one := Chunk.of(training_step, some.to(device).batch, 1)).key: one for some in rounds.shapes()}
     for example in rounds.examples():
         if isinstance(example, FailedRecord):
             failure = failure if isinstance(failure, NoLoss) else _not_fetched(example.reason)
             continue
-        chunk = Chunk.of(loss_of, example.to(device).batch, 1)
+        chunk = Chunk.of(training_step, example.to(device).batch, 1)
         others = [one for key, one in of_shape.items() if key != chunk.key]
         try:
             with ClassWeights() as seen:
@@ -86,15 +85,14 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
     key = KeyStream.known(0, "duration", 0)
     private = step.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private
-    compared, own = "", copy_of(module)
+    compared = ""
     with (
         suppress(Exception),
         own_randomness(device, key),
         spectral_norms_fixed(module),
+        chunk.step.stand_in() as own,
     ):  # the step may not accept such a batch
-        plain = seconds(
-            lambda: torch.autograd.grad(chunk.loss_of(own, _as_batch(records)), trained, allow_unused=True), device
-        )
+        plain = seconds(lambda: torch.autograd.grad(own.loss(_as_batch(records)), trained, allow_unused=True), device)
         compared = f", {private / plain:.1f} times the gradients of a plain step"
     warnings.warn(
         f"the clipped gradients and noise of a round take about {1e3 * private:.3g} ms{compared}; for this job's "
@@ -213,7 +211,8 @@ def _of_pairs(
             with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
                 before = torch.get_rng_state(), python_random_states()
                 try:
-                    loss = chunk.loss_of(copy_of(module), batch)
+                    with chunk.step.stand_in() as own:
+                        loss = own.loss(batch)
                     if loss.numel() > 1:
                         raise ConfigError(f"model: {ONE_LOSS}")
                     losses.append(float(loss))

@@ -1,42 +1,22 @@
-"""Mutes logging while training_step processes records, and imitates other rounds."""
+"""Mutes a LightningModule's logging while it is trained, and imitates other rounds."""
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torchmetrics import Metric, MetricCollection
 
 from dpexp._lightning_compat import pl
-from dpexp.privacy.gradients.branches import HiddenNumber
-from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.private_metrics import release
+from dpexp.privacy.gradients.training_step import drop
 from dpexp.privacy.round import PrivateRound
 
 
 def mute(module: pl.LightningModule, logged: set[str]) -> None:
-    """Replaces `log` and metrics of torchmetrics until `unmute`, since in training their values are not private.
+    """Replaces the module's `log` until `unmute`: hooks drop what they log, as the stand-ins on which `training_step`
+    runs do. Metrics that it updates are empty here."""
 
-    `log` adds the name to `logged` and passes the value on for private release; it is dropped unless the plan has a
-    metric of that name. Metrics that `training_step` updates stay empty, and later hooks cannot read them.
-    """
-
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        logged.add(name)
-        release(name, value)
-
-    module.log = log  # type: ignore[method-assign]
-    mute_metrics(module, logged)
-
-
-def mute_metrics(module: pl.LightningModule, logged: set[str]) -> None:
-    """The same for metrics alone: those of a copy of a muted module have their own methods again."""
-    for name, metric in _metrics(module):
-        vars(metric).setdefault(_OWN, {method: vars(metric).get(method) for method in _MUTED})
-        note = partial(logged.add, f"self.{name}")
-        vars(metric).update({method: partial(_muted, metric, method, note) for method in _MUTED})
+    module.log = partial(drop, logged)  # type: ignore[method-assign]
 
 
 def log_released(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
@@ -46,41 +26,6 @@ def log_released(module: pl.LightningModule, name: str, value: float, **options:
 
 def unmute(module: pl.LightningModule) -> None:
     module.__dict__.pop("log", None)
-    for _, metric in _metrics(module):
-        for name, own in vars(metric).pop(_OWN, {}).items():
-            vars(metric).pop(name, None)
-            if own is not None:
-                setattr(metric, name, own)
-
-
-def say_dropped(logged: set[str], plan: PrivacyPlan) -> None:
-    """Warns of values of training_step that are not released, by name."""
-    names = logged - {vector.name for group in plan.groups for vector in group.vectors}
-    if names:
-        warnings.warn(
-            f"what training_step logs is private, and is dropped: {', '.join(sorted(names))}; to release a value with "
-            "noise, give private_metrics.release='{NAME: {clip_norm: 4, budget_share: 0.01}}'"
-        )
-
-
-_MUTED = ("forward", "update", "compute")
-# Set on a metric, since its hash changes with its state: methods set on it before, and whether an update was dropped.
-_OWN, _DROPPED = "_dpexp_own", "_dpexp_dropped"
-
-
-def _metrics(module: pl.LightningModule) -> list[tuple[str, Any]]:
-    return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)]
-
-
-def _muted(metric: Any, name: str, note: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
-    """Replaces a metric's methods; the result cannot be read, unless no update was dropped."""
-    if name != "compute":
-        note()
-        vars(metric)[_DROPPED] = True
-    elif not vars(metric).get(_DROPPED):
-        own = vars(metric)[_OWN]["compute"]
-        return own() if own is not None else type(metric).compute(metric)
-    return {key: HiddenNumber() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else HiddenNumber()
 
 
 def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpexp._lightning_compat import pl, validation_loader
-from dpexp.privacy.gradients.chunk import LossOf
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.round import Performance, PrivateRound
@@ -27,12 +27,13 @@ _LARGEST_SAMPLE = 1.25  # times q·n; a larger chunk is of no use
 _MAX_MEMORY = 0.8  # of a GPU's, since records vary and optimizers allocate their state later
 
 
-def largest_fitting_batch(plan: PrivacyPlan, module: pl.LightningModule, loss_of: LossOf, trainer: pl.Trainer) -> int:
+def largest_fitting_batch(plan: PrivacyPlan, step: TrainingStep, trainer: pl.Trainer) -> int:
     """The largest power of two of records, up to a sample's size, whose pass fits into memory."""
     record = public_record(trainer)
     if record is None:
         return FIRST_ON_GPU
     leaves, structure = flattened(record)
+    module: Any = step.module
     limit = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
     def attempt(size: int) -> None:
@@ -42,7 +43,7 @@ def largest_fitting_batch(plan: PrivacyPlan, module: pl.LightningModule, loss_of
         records = RecordBatch(size, structure.unflatten(copies)).to(module.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            engine.add_chunk(loss_of, records.batch, size)
+            engine.add_chunk(step, records.batch, size)
         if torch.cuda.max_memory_allocated(module.device) > _MAX_MEMORY * torch.cuda.mem_get_info(module.device)[1]:
             raise torch.OutOfMemoryError
 

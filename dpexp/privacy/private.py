@@ -14,6 +14,7 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.muted_logging import later_settings
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
@@ -103,15 +104,15 @@ class Private(PrivateTraining):
 
         Args:
             loss_of: the loss of one record, from the model, or a copy of it, and the record as a batch of one. Its
-                Python runs only while it is traced, in the first round and where attributes or shapes are new; what it
-                reads besides the model and the record is read then.
+                Python runs only while it is traced: in the first round, and where it, what it reads by name, attributes
+                or shapes are new. What it reads besides the model and the record is read then.
             sample: the present one of `rounds`.
         """
         if self._sample is None or sample is not self._sample:
             raise ConfigError("private.step takes the present sample of private.rounds.")
-        self._sum_sample(self.model, loss_of)
+        self._sum_sample(self._training_step(loss_of))
         self._release(self.model)
-        self.optimizer.step()
+        self._optimize()
         self.optimizer.zero_grad()
         self._end_round()
         self._sample = None
@@ -125,6 +126,12 @@ class Private(PrivateTraining):
             return 0.0
         ledger = self._ledger.ledger if self._ledger else read_ledger(self.ledger_path)
         return epsilon(ledger, delta, self.accountant)
+
+    def _training_step(self, loss_of: Callable[[nn.Module, Any], Tensor]) -> TrainingStep:
+        return TrainingStep.of(loss_of, self.model)
+
+    def _optimize(self) -> None:
+        self.optimizer.step()
 
     def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
         return lambda: later_settings([self.optimizer])

@@ -5,6 +5,7 @@ clipped to S_g, with noise of standard deviation α σ̃/qn.
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,6 +136,16 @@ def release(name: str, value: Any) -> None:
     if current_level() != level:  # it would count as a value of every record
         raise RuntimeError(f"dpexp.release({name!r}) must be called with a value of training_step's one record.")
     marked[value_key(name)].append(value)
+
+
+def say_dropped(logged: set[str], plan: PrivacyPlan) -> None:
+    """Warns of values that training_step logs and the plan does not release, by name."""
+    names = logged - {vector.name for group in plan.groups for vector in group.vectors}
+    if names:
+        warnings.warn(
+            f"what training_step logs is private, and is dropped: {', '.join(sorted(names))}; to release a value with "
+            "noise, give private_metrics.release='{NAME: {clip_norm: 4, budget_share: 0.01}}'"
+        )
 
 
 def weigh(weight: Any) -> None:

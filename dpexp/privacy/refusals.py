@@ -4,7 +4,6 @@ import dis
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from dpexp._torch_compat import (
     has_gradient_hooks,
 )
 from dpexp.errors import ConfigError
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.plan.groups import parameters
 from dpexp.privacy.plan.plan import PrivacyPlan
 
@@ -145,7 +145,7 @@ def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set
     ] + [(c.scheduler, c.monitor, c.strict) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
     hooks = (getattr(getattr(type(module), hook, None), "__code__", None) for hook in _VALIDATING)
     logs_later = any("sanity_checking" in code.co_names for code in hooks if code)
-    custom = any(not type(one).__module__.startswith(_OURS) for one in callbacks)
+    custom = any(not type(one).__module__.startswith(OURS) for one in callbacks)
     all_known = not (custom or logs_later or (trainer.enable_validation and not validated))
     private = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
     for one, name, strict in monitors:
@@ -164,7 +164,7 @@ def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set
             )
 
 
-_OURS = ("pytorch_lightning.", "lightning.", "dpexp.")
+OURS = ("pytorch_lightning.", "lightning.", "dpexp.")
 
 
 def refuse_other_sizes(module: nn.Module, plan: PrivacyPlan) -> None:
@@ -219,31 +219,42 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
         raise ConfigError("optimizer: LBFGS computes several losses a step, each a release; choose SGD or Adam.")
 
 
-def refuse_read_by_hooks(trainer: pl.Trainer, module: nn.Module, kept: Sequence[str]) -> None:
-    """Refuses attributes that a step sets, on a copy of the module, and that a hook, of the module or of a callback,
-    reads of the module itself."""
-    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith(_OURS)]  # type: ignore[attr-defined]
-    layers = [name for name, _ in module.named_modules() if name]
-    for owner, hook in product([module, *callbacks], _READING):
-        code = getattr(getattr(type(owner), hook, None), "__code__", None)
-        read = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_ATTR"} if code else set()
+def refuse_read_by_hooks(
+    step: TrainingStep, readers: Sequence[tuple[object, Sequence[str]]], kept: Sequence[str]
+) -> None:
+    """Refuses attributes that a step sets, on copies of its module and owner, and that a method reads of these
+    themselves.
+
+    Args:
+        readers: objects, and the names of methods of theirs.
+    """
+    layers = [name for name, _ in step.module.named_modules() if name]
+    for owner, method in ((owner, method) for owner, methods in readers for method in methods):
+        read = {name for kind in type(owner).__mro__ for name in _attributes_read(vars(kind).get(method))}
         for name in kept:
             layer = max((f"{one}." for one in layers if name.startswith(f"{one}.")), key=len, default="")
             if name.removeprefix(layer).partition(".")[0] in read:
-                reader = hook if owner is module else f"{type(owner).__name__}.{hook}"
+                reader = method if owner in (step.module, step.owner) else f"{type(owner).__name__}.{method}"
                 raise ConfigError(_KEPT.format(where=name, hook=reader))
     if kept:
         warnings.warn(
-            f"training_step sets {', '.join(f'self.{name}' for name in kept)}: it runs on a copy of the module, "
-            "and nothing is kept in the module itself."
+            f"training_step sets {', '.join(f'self.{name}' for name in kept)}: it runs on copies, and nothing is kept "
+            "in what was copied."
         )
 
 
+def _attributes_read(function: object) -> set[str]:
+    """The names of the attributes that a function's own code reads."""
+    code = getattr(function, "__code__", None)
+    return {one.argval for one in dis.get_instructions(code) if one.opname in _LOADS} if code else set()
+
+
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _KEPT = (
     "model: training_step keeps values of records in self.{where}, and {hook} reads it, but they are private: remove "
     "that, or release them by private_metrics.release."
 )
-_READING = (
+HOOKS = (
     "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
     "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_start",
     "on_validation_epoch_end", "on_validation_end", "on_save_checkpoint",

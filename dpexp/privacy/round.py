@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.distributed import Processes, SharedLedger
-from dpexp.privacy.gradients.chunk import Chunk, LossOf
+from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.one_at_a_time import LocalTrainer, OneAtATime
 from dpexp.privacy.gradients.step import Step
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
@@ -129,18 +131,19 @@ class PrivateRound:
         self._sums = {}
         self.observations = []
 
-    def add_chunk(self, loss_of: LossOf, batch: Any, size: int) -> None:
+    def add_chunk(self, step: TrainingStep | Callable[[nn.Module, Any], Any], batch: Any, size: int) -> None:
         """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing.
 
         Args:
-            loss_of: computes the scalar loss of one record, from the module, or a copy of it, and a batch of one.
+            step: computes the loss of one record, or the function of one: see `TrainingStep.of`.
             batch: the records, stacked: tensors [size, ...] in any nesting of tuples, lists and dicts. Other objects in
                 it are shared by all records.
 
         Raises:
             ConfigError: the batch cannot be split into records, or a parameter changed.
         """
-        chunk = Chunk.of(loss_of, batch, size)
+        step = step if isinstance(step, TrainingStep) else TrainingStep.of(step, self._module)
+        chunk = Chunk.of(step, batch, size)
         for parameter in self._module.parameters():
             parameter.grad = None
         if self.step.mode is None:

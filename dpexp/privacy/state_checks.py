@@ -9,11 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.errors import ConfigError
+
 KEEPS_STATE = (
     "model: {what}, so training_step keeps state of a record that may affect other records or what is saved; compute a "
     "record's loss from that record, the weights and torch's random numbers alone. Put counters into a hook such as "
     "on_train_batch_end, averages of weights into callbacks=ema, and statistics of data into private metrics."
 )
+
+BUFFER = "the buffer "  # before the name of one that a step sets
+
+
+def refuse_kept(kept: Sequence[str], is_read: bool) -> None:
+    """Raises ConfigError for buffers that a step sets, and for attributes if it reads them again.
+
+    Args:
+        kept: the names of what it sets on its copies; that of a buffer begins with `BUFFER`.
+        is_read: with them, it computes something else.
+    """
+    buffers = [name for name in kept if name.startswith(BUFFER)]
+    if buffers or (kept and is_read):
+        what = f"training_step sets {', '.join(buffers or kept)}, which it may read for the next record"
+        raise ConfigError(KEEPS_STATE.format(what=what))
 
 
 def digest_of_weights(module: nn.Module) -> int:

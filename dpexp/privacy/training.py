@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpexp._torch_compat import is_compiled
 from dpexp._transformers_compat import trained_privately
@@ -17,9 +17,8 @@ from dpexp.errors import ConfigError, positive_integer
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes, SharedLedger, collectives_refused, digest_of_plan, ledger_of
 from dpexp.privacy.dry_run import dry_run
-from dpexp.privacy.gradients.chunk import LossOf
-from dpexp.privacy.gradients.per_example import loss_of_step
 from dpexp.privacy.gradients.step import Step
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import (
@@ -34,7 +33,7 @@ from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import prepare
-from dpexp.privacy.private_metrics import UNCLIPPED, MetricEstimates
+from dpexp.privacy.private_metrics import UNCLIPPED, MetricEstimates, say_dropped
 from dpexp.privacy.round import Performance, PrivateRound
 from dpexp.privacy.running_epsilon import RunningEpsilon
 from dpexp.privacy.sampling.batches import FailedRecord
@@ -225,13 +224,8 @@ class PrivateTraining:
         if self._spectral:
             power_iteration(self._spectral)
 
-    def _sum_sample(self, module: nn.Module, step: Callable[[Any, Any], Any]) -> None:
-        """Adds up the clipped gradients of the round's sample.
-
-        Args:
-            step: from the module, or a copy of it, and a batch of one record to its loss, or to a dictionary that
-                holds it.
-        """
+    def _sum_sample(self, step: TrainingStep) -> None:
+        """Adds up the clipped gradients of the round's sample."""
         assert self._rounds and self._engine
         if not self._sample_pending:
             raise ConfigError("a round's sample was processed twice, or outside of its round; each time is a release.")
@@ -239,45 +233,43 @@ class PrivateTraining:
             raise ConfigError("the plan was replaced during training; begin another training with the other plan.")
         self._sample_pending = False
         engine, device, step_digest = self._engine, self._engine.device, 0
-
-        def loss_of(own: nn.Module, record: Any) -> Tensor:
-            return loss_of_step(lambda: step(own, record))
-
         with self._processes.fail_together(), collectives_refused():
-            if self._search_batch_size and (largest := self._largest_fitting_batch(loss_of)) is not None:
+            if self._search_batch_size and (largest := self._largest_fitting_batch(step)) is not None:
                 self._rounds.sampler.max_physical_batch_size = largest
             self._search_batch_size = False
             if engine.step.mode is None:
-                self._dry_run(module, loss_of)
+                self._dry_run(step)
                 if self.dry_run_only:
                     raise DryRunDone(engine.step)
                 step_digest = engine.step.digest
             else:
-                engine.step.trace_again(loss_of, self._rounds.epoch_began == self.rounds_done)
+                engine.step.trace_again(step, self._rounds.epoch_began == self.rounds_done)
             random = engine.step.is_random or not (self._rounds.only_rows and self._rounds.of_examples)
             with own_randomness(device, self._rounds.randomness) if random else nullcontext():
-                sample_digest = self._process_sample(loss_of, device)
+                sample_digest = self._process_sample(step, device)
         with self._processes.fail_together():
             engine.end()
         if not self._processes.is_single:
             self._processes.assert_equal(
                 plan=digest_of_plan(engine.current_plan), step=step_digest, sample=sample_digest,
-                weights=digest_of_weights(module),
+                weights=digest_of_weights(step.module),
             )  # fmt: skip
 
-    def _dry_run(self, module: nn.Module, loss_of: LossOf) -> None:
+    def _dry_run(self, training_step: TrainingStep) -> None:
         assert self._rounds and self._engine
         step = self._engine.step
         step.public = self._public_record()
-        refusals.refuse_hooks(module)
+        refusals.refuse_hooks(training_step.module)
         sampler = self._rounds.sampler
         later, within = (self._in_round(t, sampler.place(t)) for t in (self.plan.rounds - 1, self.rounds_done + 1))
-        dry_run(step, self._rounds, loss_of, module, later, within)
+        dry_run(step, self._rounds, training_step, later, within)
         self._rounds.say_padding()
-        self._after_dry_run(step.kept)
+        refusals.refuse_read_by_hooks(training_step, self._readers(), step.kept)
+        self._after_dry_run()
+        say_dropped(training_step.logged, self.plan)
         self.compile, self.compiling = step.compiling.decided, step.compiling.reason
 
-    def _process_sample(self, loss_of: LossOf, device: torch.device) -> int:
+    def _process_sample(self, step: TrainingStep, device: torch.device) -> int:
         """Adds this process's part of the sample; returns the sample's digest."""
         assert self._rounds and self._engine and self._ledger
         engine = self._engine
@@ -290,7 +282,7 @@ class PrivateTraining:
                 if isinstance(records, FailedRecord):
                     engine.skip(1, records.reason)
                 else:
-                    engine.add_chunk(loss_of, records.to(device).batch, records.size)
+                    engine.add_chunk(step, records.to(device).batch, records.size)
         return position.digest
 
     def _release(self, module: nn.Module) -> None:
@@ -329,12 +321,16 @@ class PrivateTraining:
         """A batch of one public record; None: there is none."""
         return None
 
-    def _largest_fitting_batch(self, loss_of: LossOf) -> int | None:
+    def _largest_fitting_batch(self, step: TrainingStep) -> int | None:
         """Records of the largest chunk that fits into a GPU's memory; None: it is not sought."""
         return None
 
-    def _after_dry_run(self, kept: Sequence[str]) -> None:
-        """Refuses what would read private values later, such as attributes that a step sets."""
+    def _readers(self) -> list[tuple[Any, Sequence[str]]]:
+        """Objects, and names of their methods, which must not read what a step keeps."""
+        return []
+
+    def _after_dry_run(self) -> None:
+        """Refuses what would read private values later."""
 
     def _close(self) -> None:
         self._until_closed.close()

@@ -23,6 +23,7 @@ from zoo.sequences import MODELS as MODELS_OF_ZOO
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.step import LOOP, TRACED
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.plan import clipping, groups
 
 B = 6
@@ -311,11 +312,11 @@ def test_what_a_model_holds_ends_no_job(what):
     module = nn.Linear(3, 1)
     with nothing_shown():
         module.held = HELD[what]()
-    engine = engine_of(module)
+    engine, step = engine_of(module), TrainingStep.of(lambda module, x: module(x).sum(), module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for t in range(2):
             engine.begin(t)
-            engine.add_chunk(lambda module, x: module(x).sum(), torch.randn(4, 3), 4)
-            engine.step.trace_again(lambda module, x: module(x).sum(), epoch_begins=True)
+            engine.add_chunk(step, torch.randn(4, 3), 4)
+            engine.step.trace_again(step, epoch_begins=True)
     assert engine._sums["weight"].any()

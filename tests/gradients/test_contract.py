@@ -119,8 +119,8 @@ for _place, (_start, _find) in PLACES.items():
              target=lambda m, x, find=_find: find(m)(x),
              on_train_batch_end=lambda m, *_, find=_find, change=_change: change(find(m), float(m.global_step)))
 SETS, SETS_BUFFER, CHANGED = "training_step sets state", "sets the buffer state", "state is changed inside"
-case("a teacher in a list, changed by the step", REFUSED, "Linear.weight is changed inside training_step",
-     lambda t, x, y: y - (0.5 + x.mean()) * x.sum(), own(lambda: [teacher()]), also=LOOP,
+case("a teacher in a list, changed by the step", REFUSED, "weight is changed inside training_step",
+     start=own(lambda: [teacher()]), also=REFUSED,
      factor=lambda m, x: done(m.state[0].weight.add_(x.detach().mean())), target=lambda m, x: m.state[0](x))
 
 # What a step keeps of its records
@@ -148,10 +148,9 @@ case("a queue, buffer assigned", REFUSED, SETS_BUFFER, start=buffer(4, 3),
 case("a queue, buffer in place", REFUSED, CHANGED, start=buffer(3), factor=lambda m, x: m.state.copy_(x[0]).mean())
 case("a queue, list", REFUSED, SETS, start=own(list), factor=queue)
 case("a queue, deque", REFUSED, SETS, start=own(lambda: deque(maxlen=4)), factor=queue)
-case("a hidden state, attribute", REFUSED, SETS, lambda t, x, y: y * (1 + 0.1 * x.sum()),
-     own(lambda: torch.zeros(3)), also=LOOP, factor=mean)
+case("a hidden state, attribute", REFUSED, SETS, start=own(lambda: torch.zeros(3)), also=REFUSED, factor=mean)
 case("a running mean, buffer assigned", REFUSED, SETS_BUFFER, start=buffer(3), factor=mean)
-case("a running mean, buffer in place", REFUSED, CHANGED, lambda t, x, y: y * (1 + 0.1 * x.sum()), buffer(3), also=LOOP,
+case("a running mean, buffer in place", REFUSED, CHANGED, start=buffer(3), also=REFUSED,
      factor=lambda m, x: 1 + m.state.mul_(0.9).add_(0.1 * x.detach().mean(0)).sum())
 case("a running mean, moved in a hook of an activation", REFUSED, CHANGED, start=buffer(3), target=hooked)
 case("losses written into a tensor", LOOP, "writes to a constant", start=own(lambda: torch.zeros(3).double()),
@@ -192,7 +191,7 @@ case("by a tensor, changed in place by a hook", TRACED, "", lambda t, x, y: (1 +
      start=own(lambda: torch.ones(())), factor=lambda m, x: m.state, on_train_batch_end=lambda m, *_: m.state.add_(1))
 case("by the learning rate of self.optimizers()", LOOP, "changes within an epoch", lambda t, x, y: 0.5**t * y,
      factor=lambda m, x: m.optimizers().param_groups[0]["lr"])
-case("by a class attribute", ASSUMED, factor=lambda m, x: m.rate,
+case("by a class attribute", TRACED, "", lambda t, x, y: (1 + t // 3) * y, also=LOOP, factor=lambda m, x: m.rate,
      on_train_epoch_start=lambda m: setattr(type(m), "rate", 1.0 + m.current_epoch))
 case("by a global", ASSUMED, factor=lambda m, x: HELD.rate,
      on_train_epoch_start=lambda m: setattr(HELD, "rate", 1.0 + m.current_epoch))

@@ -23,6 +23,7 @@ from dpexp.privacy.gradients.layer_gradients import (
 from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_record import trace_one
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.plan.groups import trainable
 from dpexp.privacy.private_metrics import Values
 
@@ -38,9 +39,9 @@ def loss_of(module, x):
 
 def lifted_from_one(module, x, loss_of=loss_of):
     """The lifted graph of one record, and what it gives for all."""
-    chunk = Chunk.of(loss_of, stacked(x), len(tree_leaves(x)[0]))
+    chunk = Chunk.of(TrainingStep.of(loss_of, module), stacked(x), len(tree_leaves(x)[0]))
     parameters = {**trainable(module)}
-    one = trace_one(loss_of, module, parameters, chunk, Values({}, next(iter(parameters.values()))))
+    one = trace_one(parameters, chunk, Values({}, next(iter(parameters.values()))))
     lifted = Lifted(one)
     with torch.no_grad(), full_precision(torch.device("cpu")):
         return lifted, lifted([t.detach() for t in one.inputs.tensors()], chunk.tensors)

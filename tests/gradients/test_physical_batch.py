@@ -8,6 +8,7 @@ from plans import plan_of, trainer
 from torch import nn
 
 from dpexp.privacy import physical_batch
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.physical_batch import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
@@ -66,7 +67,7 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
         return real(engine, loss_of, batch, size)
 
     monkeypatch.setattr(physical_batch.PrivateRound, "add_chunk", accumulate)
-    assert largest_fitting_batch(plan, module, loss_of, run) == 64
+    assert largest_fitting_batch(plan, TrainingStep.of(loss_of, module), run) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.sampling.batches import flattened
 
-LossOf = Callable[[nn.Module, Any], Tensor]  # from the module, or a copy of it, and a batch of one record
 PLAIN_TYPES = (str, int, float, bool, bytes, type(None))
 
 
@@ -26,19 +26,19 @@ class Chunk:
     """Records of equal shapes, as one batch.
 
     Attributes:
-        loss_of: maps the module, or a copy of it, and the batch of one record to its loss, a scalar.
+        step: computes the loss of one record.
         leaves: of the batch: tensors [size, ...], and other objects that all records share.
         structure: of the batch, as a pytree.
         size: number of records.
     """
 
-    loss_of: LossOf
+    step: TrainingStep
     leaves: list[Any]
     structure: Any
     size: int
 
     @classmethod
-    def of(cls, loss_of: LossOf, batch: Any, size: int) -> "Chunk":
+    def of(cls, step: TrainingStep, batch: Any, size: int) -> "Chunk":
         """The chunk of a batch; raises ConfigError if it cannot be split into records."""
         leaves, structure = flattened(batch)
         leaves = [_contiguous(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -48,7 +48,7 @@ class Chunk:
                     f"data: a training batch holds a tensor of shape {tuple(leaf.shape)}; its first dimension must run "
                     "over the records."
                 )
-        return cls(loss_of, leaves, structure, size)
+        return cls(step, leaves, structure, size)
 
     @property
     def tensors(self) -> list[Tensor]:

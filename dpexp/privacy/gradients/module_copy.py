@@ -1,12 +1,13 @@
-"""A throwaway copy of a module, on which its training step is traced or runs for one record, and what it leaves there.
+"""Throwaway copies of a module and of the owner of its training step, and what the step leaves there.
 
-Its Trainer is frozen: it has the numbers of the moment when the copy was made.
+What reaches the real run (Lightning's Trainer; state, callbacks and accelerator of a Trainer of transformers) is seen
+through a `View`, which has the numbers of the moment when the copy was made.
 """
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,37 +35,104 @@ def _clone(t: Tensor) -> Tensor:
     return nn.Parameter(own, t.requires_grad) if isinstance(t, nn.Parameter) else own
 
 
-def copy_of(module: nn.Module, tensor: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """A copy of a module, and of all objects and containers that are reached from it; its parameters and data are
-    shared.
+@contextmanager
+def copies(
+    module: nn.Module, owner: Any = None, parts: Sequence[str] = (), hidden: Sequence[str] = (),
+    tensor: Callable[[Tensor], Tensor] | None = None,
+) -> Iterator[tuple[Any, Any]]:  # fmt: skip
+    """Copies of a module and of its step's owner, and of all objects and containers that are reached from them.
 
-    Its Trainer is a `FrozenTrainer`. An attribute that cannot be copied is shared.
+    The module's parameters and data are shared. An attribute of a module that cannot be copied is shared, too; one of
+    another owner cannot be read. Meanwhile users' classes hold copies of their data, too, and what is set on a class is
+    undone.
 
     Args:
+        owner: the module itself, another object, or None.
+        parts: names of the owner's attributes in whose place the copy has a `View`, as Lightning's modules have of
+            their Trainer.
+        hidden: names of those that it lacks.
         tensor: what takes a tensor's place in the copy, whose arrays are then shared; None: a clone of all tensors and
             arrays but the module's parameters.
     """
     parameters = {id(p) for p in module.parameters()}
     replace = tensor or (lambda t: t if id(t) in parameters else _clone(t))
+    shared = _SHARED if tensor else _DATA
     with ExitStack() as around:
-        for kind in (Tensor, nn.Parameter):
-            around.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: replace(t)))
-        copied: Any
-        memo: dict[int, Any] = {}
-        held = [value for layer in module.modules() for value in vars(layer).values()]
-        memo |= {id(value): value for value in held if isinstance(value, _SHARED if tensor else _DATA)}
-        try:
-            copied = copy.deepcopy(module, known := dict(memo))
-        except Exception:
-            for value in held:
-                try:
-                    copy.deepcopy(value, dict(memo))
-                except Exception:
-                    memo[id(value)] = value
-            copied = copy.deepcopy(module, known := memo)
-        if (trainer := getattr(module, "_trainer", None)) is not None:  # Lightning's modules are copied without it
-            copied.trainer = FrozenTrainer(trainer, known)
-        return copied
+        with ExitStack() as copying:
+            for kind in (Tensor, nn.Parameter):
+                copying.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: replace(t)))
+            own, known = _copy_of_module(module, shared)
+            own_owner = own if owner is module else None
+            if owner is not None and owner is not module:
+                own_owner = _copy_of_owner(owner, known, parts, hidden)
+            around.callback(_copy_class_data({*map(type, module.modules()), type(owner)}, shared))
+        yield own, own_owner
+
+
+def _copy_of_module(module: nn.Module, shared: tuple[type, ...]) -> tuple[Any, dict[int, Any]]:
+    """The copy, and copies by the id of what was copied."""
+    copied: Any
+    memo: dict[int, Any] = {}
+    held = [value for layer in module.modules() for value in vars(layer).values()]
+    memo |= {id(value): value for value in held if isinstance(value, shared)}
+    try:
+        copied = copy.deepcopy(module, known := dict(memo))
+    except Exception:
+        for value in held:
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                memo[id(value)] = value
+        copied = copy.deepcopy(module, known := memo)
+    if (trainer := getattr(module, "_trainer", None)) is not None:  # Lightning's modules are copied without it
+        copied.trainer = View(trainer, known)
+    return copied, known
+
+
+def _copy_of_owner(owner: Any, known: dict[int, Any], parts: Sequence[str], hidden: Sequence[str]) -> Any:
+    """An object of the owner's class, with copies of its attributes."""
+
+    def refuse(_: Any, name: str) -> Any:
+        if name not in vars(owner):
+            raise AttributeError(name)
+        raise ConfigError(_REFUSED.format(name=f"self.{name}", kind=type(vars(owner)[name]).__name__))
+
+    kind, view = type(owner), View(owner, known, "self")
+    made: Any = object.__new__(type(kind.__name__, (kind,), {"__getattr__": refuse}))
+    known[id(owner)] = made
+    for name, value in vars(owner).items():
+        if name in hidden or (isinstance(value, _DATA) and name not in parts):
+            continue
+        with suppress(Exception):  # it is left out
+            vars(made)[name] = getattr(view, name) if name in parts else copy.deepcopy(value, known)
+    return made
+
+
+def _copy_class_data(kinds: set[type], shared: tuple[type, ...]) -> Callable[[], None]:
+    """Gives users' classes, and their bases, copies of the data that they hold. Returns what undoes that, and all that
+    was set on them since."""
+    before = {base: dict(vars(base)) for kind in kinds for base in kind.__mro__ if _is_users(base)}
+    for kind in before:
+        for name, value in _data_of(kind).items():
+            if not isinstance(value, shared):
+                with suppress(Exception):
+                    setattr(kind, name, copy.deepcopy(value))
+
+    def undo() -> None:
+        for kind, held in before.items():
+            for name, value in dict(vars(kind)).items():
+                if name not in held:
+                    delattr(kind, name)
+                elif value is not held[name]:
+                    setattr(kind, name, held[name])
+
+    return undo
+
+
+def _data_of(kind: type) -> dict[str, Any]:
+    """The data that a class itself holds: numbers, texts, tensors, arrays and containers."""
+    kinds = (*_PLAIN_DATA, *_CONTAINERS)
+    return {name: value for name, value in vars(kind).items() if isinstance(value, kinds) and name[:2] != "__"}
 
 
 # Attributes that PyTorch and Lightning change by themselves.
@@ -75,25 +143,43 @@ _OWN = {*vars(nn.Module()), *vars(pl.LightningModule()), "_flat_weights", "_flat
 }
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_PLAIN_DATA = (int, float, complex, str, bytes, dict, Tensor, np.ndarray)
 _MAX_DEPTH, _MAX_ENTRIES = 4, 1000
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module and its layers by dotted name, without the values of parameters and buffers.
+def attributes(module: nn.Module, owner: Any = None, without: Collection[str] = ()) -> dict[str, Any]:
+    """The attributes of a module, of its layers and of an owner by dotted name, without the values of parameters and
+    buffers.
 
-    The entries of containers and the attributes of the user's objects are included, and the length of each container.
-    Metrics are left out.
+    The entries of containers, the attributes of the user's objects and the data of users' classes are included, and the
+    length of each container. Metrics are left out.
+
+    Args:
+        without: names of the owner's attributes that are left out.
     """
     found: dict[str, Any] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, Metric | MetricCollection):
             prefix = f"{name}." if name else ""
             found[f"{prefix}class"] = type(layer)
-            found |= {f"{prefix}{key}": t is None for owner in own_tensors(layer) for key, t in owner.items()}
-            for key, value in vars(layer).items():
+            found |= {f"{prefix}{key}": t is None for owner_ in own_tensors(layer) for key, t in owner_.items()}
+            for key, value in _held_by(layer).items():
                 if key not in _OWN:
                     found.update(_entries(f"{prefix}{key}", value, _MAX_DEPTH))
+    if owner is not None and owner is not module:
+        for key, value in _held_by(owner).items():
+            if key not in without and value is not module:
+                found.update(_entries(key, value, _MAX_DEPTH))
     return found
+
+
+def _held_by(one: Any) -> dict[str, Any]:
+    """An object's attributes, with the data of its class."""
+    found: dict[str, Any] = {}
+    for kind in reversed(type(one).__mro__):
+        if _is_users(kind):
+            found |= _data_of(kind)
+    return found | vars(one)
 
 
 def _entries(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
@@ -140,11 +226,15 @@ def _equal(a: Any, b: Any) -> bool:
 
 _COUNTERS = ("current_epoch", "global_step", "training", "validating", "testing", "sanity_checking", "should_stop")
 _NUMBERS = (int, float, str, type(None), torch.dtype, torch.device, Tensor, Path)
-_PACKAGES = {"pytorch_lightning", "lightning", "lightning_fabric"}
+_PACKAGES = {"pytorch_lightning", "lightning", "lightning_fabric", "transformers", "accelerate"}
+_REFUSED = (
+    "training_step reads {name}, a {kind}, but it is traced for one record and may read only numbers of the Trainer; "
+    "keep what it needs in an attribute or a buffer of the module, set before training."
+)
 
 
-class FrozenTrainer:
-    """A view of a Trainer, or of a part of it, from which numbers and parts of Lightning may be read.
+class View:
+    """A view of a part of the run, as a Trainer, of which numbers and parts of Lightning and transformers may be read.
 
     Counters are read when the view is made, other numbers at their first use. What is set is set on the view alone.
     Loggers do nothing, optimizers have the settings of their groups and no parameters.
@@ -191,11 +281,12 @@ class FrozenTrainer:
             return SimpleNamespace(get_last_lr=lambda: rates)
         packages = {one.__module__.partition(".")[0] for one in type(value).__mro__}
         if packages & _PACKAGES and not isinstance(value, pl.LightningDataModule | nn.Module):
-            return FrozenTrainer(value, self._copies, name)
-        raise ConfigError(
-            f"training_step reads {name}, a {type(value).__name__}, but it is traced for one record and may read only "
-            "numbers of the Trainer; keep what it needs in an attribute or a buffer of the module, set before training."
-        )
+            return View(value, self._copies, name)
+        raise ConfigError(_REFUSED.format(name=name, kind=type(value).__name__))
+
+    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
+        """The model itself, as by the method of an Accelerator: in a training step it has no wrapper."""
+        return model
 
 
 def _settings(optimizer: Any) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
 """Processes records one at a time: where the training step cannot be traced, and for users' local training.
 
-Each record has a fresh copy of the module and its tensors, so that what the step keeps is thrown away. The module's
-parameters are shared, and compared by bits before each release.
+Each record has fresh copies of the module, its tensors and the step's owner, so that what the step keeps is thrown
+away. The module's parameters are shared, and compared by bits before each release.
 
 User-level vectors by local training: v = θ_0 - θ_K, where θ_{k+1} = θ_k - η ∇ℓ(θ_k; batch k) on the user's examples.
 
@@ -15,7 +15,8 @@ user's vector would depend on the other users.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from dpexp.privacy.gradients.chunk import (
     synthetic_options,
 )
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
-from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
+from dpexp.privacy.gradients.module_copy import changed
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import (
     NO_GRADIENT,
@@ -45,11 +46,12 @@ from dpexp.privacy.gradients.per_example import (
     gradients_of_one_record,
     no_seeds,
 )
+from dpexp.privacy.gradients.training_step import StandIn
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.privacy_unit import LocalTraining
-from dpexp.privacy.state_checks import KEEPS_STATE, differ, digests
+from dpexp.privacy.state_checks import KEEPS_STATE, differ, digests, refuse_kept
 
 
 class LocalTrainer:
@@ -61,11 +63,11 @@ class LocalTrainer:
         self._values = values
         self._local = local
 
-    def vector_of(self, copy: nn.Module, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor]:
+    def vector_of(self, own: StandIn, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor]:
         """θ_0 - θ_K of user i by parameter, with the means over its steps of released values and of the loss.
 
         Args:
-            copy: of the module, on which the step runs.
+            own: the stand-in on which the step runs.
 
         Raises:
             RecordError: the user has no scalar loss, or its examples cannot be divided into batches.
@@ -77,9 +79,9 @@ class LocalTrainer:
         with self._values.marked(weighted=False) as given:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
-                with parameters_replaced(self._module, weights), parameters_replaced(copy, weights):
+                with parameters_replaced(self._module, weights), parameters_replaced(own.module, weights):
                     with no_seeds(), CtcTargetsChecked():
-                        loss = chunk.loss_of(copy, batch)
+                        loss = own.loss(batch)
                     if loss.dim():
                         raise RecordError(ONE_LOSS)
                     backward(loss)
@@ -134,7 +136,7 @@ class OneAtATime:
         parameters, values: whose gradients and numbers are released.
         synthetic: how synthetic records are drawn.
         seconds_of_record: as measured by `test`.
-        kept: attributes that the step sets on the record's copy of the module, as seen by `test`.
+        kept: attributes that the step sets on a record's copies, as seen by `test`.
     """
 
     def __init__(
@@ -148,16 +150,16 @@ class OneAtATime:
         self.seconds_of_record = 0.0
         self.kept: list[str] = []
 
-    def gradients_of(self, chunk: Chunk, i: int, module: nn.Module | None = None) -> ChunkGradients:
-        """The vector of record i, and its loss, by a new copy of the module or the one given."""
-        module = copy_of(self._module) if module is None else module
-        with spectral_norms_fixed(module):
+    def gradients_of(self, chunk: Chunk, i: int, stand_in: StandIn | None = None) -> ChunkGradients:
+        """The vector of record i, and its loss, by a new stand-in or the one given."""
+        with (
+            chunk.step.stand_in() if stand_in is None else nullcontext(stand_in) as own,
+            spectral_norms_fixed(own.module),
+        ):
             if self._local:
-                found, loss = self._local.vector_of(module, chunk, i)
+                found, loss = self._local.vector_of(own, chunk, i)
             else:
-                found, loss = gradients_of_one_record(
-                    chunk.loss_of, module, chunk.batch_of(i), self.parameters, self.values
-                )
+                found, loss = gradients_of_one_record(own, chunk.batch_of(i), self.parameters, self.values)
         dense: dict[str, LayerGradient] = {
             n: DenseGradient(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()
         }
@@ -169,10 +171,7 @@ class OneAtATime:
 
     def refuse_changes(self, before: dict[str, bytes]) -> None:
         """Raises ConfigError: a weight is not what it was."""
-        now = self.weights()
-        changed = next((name for name, was in before.items() if now.get(name) != was), None)
-        if changed is not None:
-            raise ConfigError(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
+        _refuse_changes(before, self.weights())
 
     def choose_synthetic(self, chunk: Chunk, public: list | None) -> None:
         """Chooses synthetic records with finite losses and gradients; raises ConfigError if there are none, or if the
@@ -203,7 +202,8 @@ class OneAtATime:
             ) from error
 
     def test(self, chunks: Sequence[Chunk]) -> None:
-        """Raises ConfigError unless a synthetic record has the same gradients before and after others.
+        """Raises ConfigError unless a synthetic record has the same gradients before and after others, and for what the
+        step keeps of a record and reads again.
 
         Args:
             chunks: of one record each, whose shapes and types the others have.
@@ -212,19 +212,21 @@ class OneAtATime:
         others = [self.synthetic.records(chunk, 1, 1) for chunk in chunks]
         state, weights = all_random_states(self._device), self.weights()
 
-        def probe() -> list[Tensor]:
+        def probe(stand_in: StandIn | None = None) -> list[Tensor]:
             set_all_random_states(self._device, *state)
-            one = self.gradients_of(first, 0)
+            one = self.gradients_of(first, 0, stand_in)
             return [t.clone() for t in (one.losses, *(gradient.materialize() for gradient in one.by_name.values()))]
 
         with own_state(self._device):
             try:
                 before = probe()
                 again, began = before if self._device.type == "cpu" else probe(), time.perf_counter()
-                own = copy_of(self._module)
-                held = attributes(own)
-                self.gradients_of(first, 0, own)
-                self.kept = changed(held, attributes(own))
+                with first.step.stand_in() as own:
+                    held, tensors = own.attributes(), _tensors(own)
+                    probe(own)
+                    self.kept = changed(held, own.attributes())
+                    _refuse_changes(tensors, _tensors(own))
+                    refuse_kept(self.kept, self._reads_again(lambda: probe(own), before, again))
             except RecordError as error:
                 raise ConfigError(str(error)) from error
             for other in others:
@@ -241,5 +243,31 @@ class OneAtATime:
                 raise ConfigError(KEEPS_STATE.format(what=what)) from error
             self.seconds_of_record = (time.perf_counter() - began) / (2 + len(others))
         self.refuse_changes(weights)
-        if differ(before[:1], after[:1], again[:1]) or differ(before[1:], after[1:], again[1:]):
+        if _differ(before, after, again):
             raise ConfigError(KEEPS_STATE.format(what="a record's loss or gradient differs after other records"))
+
+    def _reads_again(self, probe: Callable[[], list[Tensor]], before: list[Tensor], again: list[Tensor]) -> bool:
+        """Whether a record has another loss or gradient on copies on which it was processed before."""
+        try:
+            return bool(self.kept) and _differ(before, probe(), again)
+        except Exception:
+            return True
+
+
+def _differ(some: list[Tensor], other: list[Tensor], again: list[Tensor]) -> bool:
+    """Whether losses, which come first, or gradients differ; see `state_checks.differ`."""
+    return differ(some[:1], other[:1], again[:1]) or differ(some[1:], other[1:], again[1:])
+
+
+def _refuse_changes(before: dict[str, bytes], now: dict[str, bytes]) -> None:
+    for name, was in before.items():
+        if now.get(name) != was:
+            raise ConfigError(KEEPS_STATE.format(what=f"{name} is changed inside training_step"))
+
+
+def _tensors(own: StandIn) -> dict[str, bytes]:
+    """Digests of the parameters and buffers of a stand-in's module, and of the networks in its attributes."""
+    outside = {name: value for name, value in own.attributes().items() if isinstance(value, nn.Module)}
+    return digests(own.module) | {
+        f"{k}.{name}": one for k, part in outside.items() for name, one in digests(part).items()
+    }

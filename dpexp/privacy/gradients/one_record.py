@@ -1,13 +1,13 @@
 """The gradient of one record as a graph of PyTorch's operators.
 
-The training step is traced on a throwaway copy of the module, on fake tensors, for one record, by ordinary autograd:
-(parameters and buffers, record, torch's random numbers) -> (loss, gradients, values for release). The function that is
-traced has seen one record and no numbers: fake tensors have shapes and types alone. What the step keeps lands in the
-copy. The rounds run operators of this graph, and no Python of the user's.
+The training step is traced on throwaway copies of the module and of its owner, on fake tensors, for one record, by
+ordinary autograd: (parameters and buffers, record, torch's random numbers) -> (loss, gradients, values for release).
+The function that is traced has seen one record and no numbers: fake tensors have shapes and types alone. What the step
+keeps lands in the copies. The rounds run operators of this graph, and no Python of the user's.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,10 +31,10 @@ from dpexp._torch_compat import (
     tree_unflatten,
     without_mkldnn,
 )
-from dpexp.errors import ConfigError, RecordError
+from dpexp.errors import RecordError
 from dpexp.privacy.gradients.branches import DATA_READS, DataDependent, read_value
-from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
-from dpexp.privacy.gradients.module_copy import attributes, changed, copy_of
+from dpexp.privacy.gradients.chunk import Chunk, copied
+from dpexp.privacy.gradients.module_copy import changed
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.operators import (
     WITHOUT_WRITES,
@@ -55,7 +55,7 @@ from dpexp.privacy.gradients.per_example import (
 from dpexp.privacy.gradients.recurrent import RecurrentLayersAsOperators
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
-from dpexp.privacy.state_checks import KEEPS_STATE, digest
+from dpexp.privacy.state_checks import BUFFER, digest, refuse_kept
 
 aten = torch.ops.aten
 
@@ -63,22 +63,28 @@ aten = torch.ops.aten
 class Inputs:
     """The parameters and buffers that a step reads: the module's, and those of networks outside of it.
 
-    They are looked up by (module, name) each time, since a hook may replace a tensor.
+    Each is looked up by the name of its layer and its own each time, since a hook may replace a tensor or a layer.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        places: dict[int, tuple[dict, str, str]] = {}
+        self._modules = modules
+        places: dict[int, tuple[int, str, int, str]] = {}  # module, layer, parameters or buffers, own name
         for k, module in enumerate(modules):
-            for prefix, layer in module.named_modules(prefix=f"{type(module).__name__}" if k else ""):
-                for owner in own_tensors(layer):
+            for layer, part in module.named_modules():
+                for kind, owner in enumerate(own_tensors(part)):
                     for key, tensor in owner.items():
                         if tensor is not None and not is_lazy(tensor):
-                            places.setdefault(id(tensor), (owner, key, f"{prefix}.{key}" if prefix else key))
+                            places.setdefault(id(tensor), (k, layer, kind, key))
         self._places = [*places.values()]
-        self._owners = [owner for module in modules for layer in module.modules() for owner in own_tensors(layer)]
+
+    def _found(self) -> list[Tensor | None]:
+        """The tensors; None in the place of one that is no longer there."""
+        layers = {place[:2]: _layer(self._modules[place[0]], place[1]) for place in self._places}
+        owners = {place: own_tensors(layer) if layer is not None else ({}, {}) for place, layer in layers.items()}
+        return [owners[k, layer][kind].get(key) for k, layer, kind, key in self._places]
 
     def tensors(self) -> list[Tensor]:
-        return [owner[key] for owner, key, _ in self._places]
+        return [t for t in self._found() if t is not None]
 
     def perturbed(self) -> list[Tensor]:
         """The same, with noise on trainable parameters, so that no parameter is exactly zero."""
@@ -91,17 +97,19 @@ class Inputs:
         ]
 
     def names(self) -> list[str]:
-        return [name for *_, name in self._places]
+        kinds = [f"{type(module).__name__}" if k else "" for k, module in enumerate(self._modules)]
+        return [".".join(filter(None, (kinds[k], layer, key))) for k, layer, _, key in self._places]
 
-    def specs(self) -> list[tuple]:
-        """(shape, dtype, device) of each, on which a graph relies."""
-        return [(t.shape, t.dtype, t.device) for t in self.tensors()]
+    def specs(self) -> list[Any]:
+        """(shape, dtype, device) of each, on which a graph relies; None where there is none."""
+        return [None if t is None else (t.shape, t.dtype, t.device) for t in self._found()]
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Replaces them in the block, wherever they are registered."""
         new = {id(old): t for old, t in zip(self.tensors(), tensors, strict=True)}
-        before = [(owner, dict(owner)) for owner in self._owners]
+        owners = [owner for module in self._modules for layer in module.modules() for owner in own_tensors(layer)]
+        before = [(owner, dict(owner)) for owner in owners]
         try:
             for owner, _ in before:
                 owner.update({key: new.get(id(t), t) for key, t in owner.items()})
@@ -110,6 +118,14 @@ class Inputs:
             for owner, content in before:
                 owner.clear()
                 owner.update(content)
+
+
+def _layer(module: nn.Module, name: str) -> nn.Module | None:
+    """The layer of a dotted name; None: there is none."""
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 @dataclass
@@ -122,13 +138,13 @@ class OneRecord:
         specs: of `inputs` when traced.
         used: names of the parameters that have a gradient.
         values: keys of the values for release.
-        attributes: of the module when traced (`module_copy.attributes`).
-        kept: names of those that the step set on its copy of the module.
+        attributes: of the module and the owner when traced (`TrainingStep.attributes`).
+        kept: names of those that the step set on its copies.
     """
 
     graph: fx.GraphModule
     inputs: Inputs
-    specs: list[tuple]
+    specs: list[Any]
     used: list[str]
     values: list[str]
     attributes: dict[str, Any]
@@ -172,80 +188,86 @@ def difference(some: OneRecord, other: OneRecord) -> str | None:
     return None
 
 
-def trace_one(
-    loss_of: LossOf, module: nn.Module, parameters: dict[str, Tensor], chunk: Chunk, values: Values
-) -> OneRecord:
+def trace_one(parameters: dict[str, Tensor], chunk: Chunk, values: Values) -> OneRecord:
     """Traces the step for one record of a chunk's shapes and types; its numbers are not read.
 
     Raises:
         NotTraceable: the step is not a function of operators alone, such as one that branches on a record's values.
         ConfigError: the step keeps state of a record that it reads again.
     """
-    outside = [value for value in attributes(module).values() if isinstance(value, nn.Module)]  # in lists and objects
+    # Networks in lists and objects, and of the step's owner; those that are found while they are called are added.
+    outside = [value for value in chunk.step.attributes().values() if isinstance(value, nn.Module)]
     while True:
-        tracing = _Tracing(loss_of, module, parameters, chunk, values, outside)
-        one = tracing.run()
-        if not tracing.found:
-            break
+        with _Tracing(parameters, chunk, values, outside) as tracing:
+            one = tracing.run()
+            if not tracing.found:
+                _refuse_read_again(one, tracing)
+                return one
         outside += tracing.found
+
+
+def _refuse_read_again(one: OneRecord, tracing: "_Tracing") -> None:
+    """Raises ConfigError for what the step sets if a second trace on the same copies, which has it, differs."""
     if one.kept:
         again = None
         with suppress(Exception):
             again = tracing.run()
-        buffers = [name for name in one.kept if name.startswith(_BUFFER)]
-        if buffers or again is None or difference(one, again) is not None:
-            what = f"training_step sets {', '.join(buffers or one.kept)}, which it may read for the next record"
-            raise ConfigError(KEEPS_STATE.format(what=what))
-    return one
-
-
-_BUFFER = "the buffer "
+        refuse_kept(one.kept, again is None or difference(one, again) is not None)
 
 
 class _Tracing:
-    """Traces a step on one copy of its module, once or twice.
+    """Traces a step on one stand-in, once or twice. A context, within which its copies live.
 
     Attributes:
         found: networks outside of the module that the step was found to call.
-        kept: attributes of the copy that the step set, with a value that may depend on the record or on itself.
+        kept: attributes of the copies that the step set, with a value that may depend on the record or on itself.
     """
 
     def __init__(
-        self, loss_of: LossOf, module: nn.Module, parameters: dict[str, Tensor], chunk: Chunk, values: Values,
-        outside: list[nn.Module],
+        self, parameters: dict[str, Tensor], chunk: Chunk, values: Values, outside: list[nn.Module]
     ) -> None:  # fmt: skip
-        self._loss_of, self._module, self._chunk, self._values = loss_of, module, chunk, values
-        self._inputs, self._outside = Inputs([module, *outside]), outside
+        self._chunk, self._values, self._module = chunk, values, chunk.step.module
+        self._inputs, self._outside = Inputs([self._module, *outside]), outside
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         real = self._inputs.tensors()
         self._state = [self._fake.from_tensor(t, static_shapes=True) for t in real]
-        fakes = {id(t): fake for t, fake in zip(real, self._state, strict=True)}
-        self._parameters: dict[str, Tensor] = {name: fakes[id(p)] for name, p in parameters.items()}
+        self._fakes = {id(t): fake for t, fake in zip(real, self._state, strict=True)}
+        self._parameters: dict[str, Tensor] = {name: self._fakes[id(p)] for name, p in parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None  # of the last round
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
         self._record = [t.clone().requires_grad_(trained) for t, trained in some]
         self._of_gpu = any(t.device.type != "cpu" for t in self._state)  # whose kernels of attention have no vmap rule
-        with self._inputs.replaced(self._state):
-            self._copy = copy_of(module, lambda t: fakes.get(id(t), t))
+        self._until_left = ExitStack()
         self.found: list[nn.Module] = []
         self.kept: list[str] = []
 
+    def __enter__(self) -> "_Tracing":
+        with self._inputs.replaced(self._state):
+            stand_in = self._chunk.step.stand_in(lambda t: self._fakes.get(id(t), t))
+            self._own = self._until_left.enter_context(stand_in)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._until_left.close()
+
     def run(self) -> OneRecord:
         mode, refused, python_random = _Reads(), DataDependent.raised, python_random_states()
-        buffers = [owner for layer in self._copy.modules() for owner in own_tensors(layer)]
-        before, held = attributes(self._copy), [dict(owner) for owner in buffers]
+        buffers = [owner for layer in self._own.module.modules() for owner in own_tensors(layer)]
+        before, held = self._own.attributes(), [dict(owner) for owner in buffers]
         names: list[list[str]] = []
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             given = map(copied, tensors[len(self._state) :])  # a step may write to its batch
             leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._chunk.leaves]
             with (
-                self._inputs.replaced(self._state), spectral_norms_fixed(self._copy), self._values.marked() as released,
-                _modules_seen({*self._copy.modules(), *self._module.modules(), *self._outside}, self.found),
-            ):  # fmt: skip
+                self._inputs.replaced(self._state),
+                spectral_norms_fixed(self._own.module),
+                self._values.marked() as released,
+                _modules_seen({*self._own.module.modules(), *self._module.modules(), *self._outside}, self.found),
+            ):
                 with mode, RecurrentLayersAsOperators():
-                    loss = self._loss_of(self._copy, tree_unflatten(leaves, self._chunk.structure))
+                    loss = self._own.loss(tree_unflatten(leaves, self._chunk.structure))
                 if loss.dim():
                     raise RecordError(ONE_LOSS)
                 refuse_other_parameters(loss, self._parameters)
@@ -284,19 +306,18 @@ class _Tracing:
         self.kept += _depend_on_inputs(graph.graph, kept_tensors)
         simplify(graph.graph)
         graph.recompile()
-        one = OneRecord(
-            graph, self._inputs, self._inputs.specs(), used, released_values, attributes(self._module), self.kept
-        )
+        held_now = self._chunk.step.attributes()
+        one = OneRecord(graph, self._inputs, self._inputs.specs(), used, released_values, held_now, self.kept)
         if any(isinstance(t, FakeTensor) for t in one.constants.values()):
             raise NotTraceable("it reads a tensor that it computed when it was traced before")
         return one
 
     def _kept(self, before: dict[str, Any], buffers: list[tuple[dict, dict]]) -> dict[str, Any]:
-        """What the step set in the copy: attributes and buffers."""
-        now = attributes(self._copy)
+        """What the step set in the copies: attributes and buffers."""
+        now = self._own.attributes()
         kept = {name: now.get(name) for name in changed(before, now)}
         for owner, held in buffers:
-            kept |= {f"{_BUFFER}{key}": t for key, t in owner.items() if t is not held.get(key)}
+            kept |= {f"{BUFFER}{key}": t for key, t in owner.items() if t is not held.get(key)}
         return kept
 
 

@@ -3,7 +3,7 @@
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dpexp.errors import ConfigError, RecordError, words_of
-from dpexp.privacy.gradients.chunk import LossOf
+from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.layer_gradients import LayerGradient
 from dpexp.privacy.gradients.norms import full_precision
+from dpexp.privacy.gradients.training_step import StandIn
 from dpexp.privacy.private_metrics import Values
 
 NO_GRADIENT = (
@@ -26,25 +26,6 @@ NO_GRADIENT = (
     ".item() between them and the loss."
 )
 ONE_LOSS = "training_step must return one number for a record: its loss."
-
-
-def loss_of_step(step: Callable[[], Any]) -> Tensor:
-    """The loss that a step returns, as a tensor or in a dictionary.
-
-    Raises:
-        RecordError: it returned none.
-        RuntimeError: it tried to end the program, which a single record must not do.
-    """
-    try:
-        output = step()
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__}: {words_of(error)}") from None
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, Tensor):
-        raise RecordError(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
-    return loss.reshape(()) if loss.numel() == 1 else loss
 
 
 @dataclass
@@ -63,7 +44,7 @@ class ChunkGradients:
 
 
 def gradients_of_one_record(
-    loss_of: LossOf, module: nn.Module, one: Any, parameters: dict[str, Tensor], values: Values
+    own: StandIn, one: Any, parameters: dict[str, Tensor], values: Values
 ) -> tuple[dict[str, Tensor], Tensor]:
     """One record's gradients and released values by name, and its loss, by ordinary autograd.
 
@@ -74,7 +55,7 @@ def gradients_of_one_record(
         parameter.grad = None
     try:
         with values.marked() as given, no_seeds(), CtcTargetsChecked():
-            loss = loss_of(module, one)
+            loss = own.loss(one)
             if loss.dim():
                 raise RecordError(ONE_LOSS)
             released = {key: value.clone() for key, value in given().items()}

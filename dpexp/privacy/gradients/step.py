@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.branches import describe, explain
-from dpexp.privacy.gradients.chunk import Chunk, LossOf, SyntheticRecords
+from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graph import add_sums
 from dpexp.privacy.gradients.graphs import Graphs
-from dpexp.privacy.gradients.module_copy import attributes, changed
+from dpexp.privacy.gradients.module_copy import changed
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_at_a_time import OneAtATime
 from dpexp.privacy.gradients.one_record import OneRecord, difference, trace_one
 from dpexp.privacy.gradients.operators import NotTraceable
 from dpexp.privacy.gradients.per_example import NO_GRADIENT, signals_deferred
+from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.randomness import own_state
 from dpexp.privacy.state_checks import digest_as_integer
 from dpexp.privacy.training_memory import Memory
@@ -34,7 +35,12 @@ _SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
 _SHAPES_TRACED = 17  # a warning is given at this number
 _PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
 _COMPARED_ROUNDS = 3  # attributes are compared before as many rounds, and at the start of each epoch
-_MAX_CHANGES = 2  # with more between epochs, the step is no longer traced
+_MAX_CHANGES = 2  # with more in a row between epochs, the step is no longer traced
+
+OTHER_FUNCTION = (
+    "the function that computes the loss, or what it reads besides the model and the record, is another one in every "
+    "round; pass what changes in the record, or keep it in a buffer of the model"
+)
 
 Settings = Callable[[], AbstractContextManager]
 Found = Iterator[dict[str, Tensor] | Exception]
@@ -83,7 +89,8 @@ class Step:
         self.constants: list[str] = []
         self._graphs: dict[Hashable, Graphs] = {}  # by shape of records, the usual shape first
         self._refused: dict[Hashable, str] = {}  # why records of a shape are not traced
-        self._calls = self._changes = 0
+        self._calls = self._changes = self._other = 0
+        self._read: dict[str, Any] = {}  # by the step's function, when it was last traced
         self._by_epoch = False  # the step reads the number of the epoch
         self._some_alone = False  # records of some shapes run one at a time
 
@@ -101,7 +108,7 @@ class Step:
 
     @property
     def kept(self) -> list[str]:
-        """Attributes that the step sets, on a copy of the module."""
+        """Attributes that the step sets, on its copies."""
         return self._usual_shape.one.kept if self.mode == TRACED else self.alone.kept
 
     @property
@@ -160,11 +167,12 @@ class Step:
         if other is not None:
             raise NotTraceable(f"a batch holds a {type(other).__name__} besides tensors; leave out what is not used")
         with own_state(self._device):
-            one = trace_one(chunk.loss_of, self._module, self.alone.parameters, chunk, self.alone.values)
+            one = trace_one(self.alone.parameters, chunk, self.alone.values)
         self._data.refuse(one.constants.items())
         return one
 
     def _trace_first(self, chunk: Chunk, later: Settings, within: Settings) -> None:
+        self._read = chunk.step.reads()
         first = self._trace(chunk)
         with later():
             what = difference(first, self._trace(chunk))
@@ -188,32 +196,44 @@ class Step:
         self._reference = graphs.synthetic.records(chunk, 1, 3)
         self.seconds_of_round = graphs.compile(chunk, self.compiling)
 
-    def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
-        """Traces the step of a traced job again if a plain attribute has changed, or the epoch that it reads.
+    def trace_again(self, step: TrainingStep, epoch_begins: bool = False) -> None:
+        """Traces the step of a traced job again if it may have changed since.
 
-        Attributes are compared before the first rounds and at the start of epochs. A step that changes in each of the
-        first rounds is no longer traced.
+        In each round its function is compared, with what it reads, and the shapes of parameters and buffers; before the
+        first rounds and at the start of epochs plain attributes, too, and the epoch if it reads that. A step that
+        changes in several rounds running is no longer traced.
         """
         if self.mode != TRACED:
             return
         self._calls += not epoch_begins
         due, usual = epoch_begins or self._calls <= _COMPARED_ROUNDS, self._usual_shape.one
-        hooked = due and changed(usual.attributes, attributes(self._module))
+        read = step.reads()
+        is_other = bool(changed(self._read, read))
+        hooked = due and changed(usual.attributes, step.attributes())
         stale = any(graphs.one.specs != graphs.one.inputs.specs() for graphs in self._graphs.values())
-        if hooked or stale or (epoch_begins and self._by_epoch):
-            chunk = replace(self._reference, loss_of=loss_of)
+        self._read, self._other = read, self._other + 1 if is_other else 0
+        if is_other or hooked or stale or (epoch_begins and self._by_epoch):
+            chunk = replace(self._reference, step=step)
             with signals_deferred():
                 self._try(lambda: self._trace_changed(chunk, epoch_begins))
                 self._test_alone([chunk])
+        elif not epoch_begins:
+            self._changes = 0
+        if self._other == _MAX_CHANGES + 1 and self.mode == TRACED:
+            warnings.warn(f"the step is traced again in each round, which is slow: {OTHER_FUNCTION}.")
 
     def _trace_changed(self, chunk: Chunk, epoch_begins: bool) -> None:
         new = self._trace(chunk)
         if difference(self._usual_shape.one, new) is None:
             self._usual_shape.one.attributes = new.attributes
+            for graphs in self._graphs.values():  # networks in lists may be others
+                if graphs.one.inputs.names() == new.inputs.names():
+                    graphs.one.inputs = new.inputs
             return
         self._changes += not epoch_begins
-        if self._changes > _MAX_CHANGES:
-            raise NotTraceable("hooks change an attribute that it reads in every round; keep it in a buffer")
+        if max(self._changes, self._other) > _MAX_CHANGES:
+            hooked = "hooks change an attribute that it reads in every round; keep it in a buffer"
+            raise NotTraceable(OTHER_FUNCTION if self._other else hooked)
         self._use(new, chunk)
 
     def _graphs_of(self, chunk: Chunk) -> Graphs:
@@ -252,7 +272,7 @@ class Step:
         except Exception as error:
             shapes = describe([tensor[0] for tensor in chunk.tensors])
             self._refused[key] = f"training_step cannot be traced for records of {shapes}: {explain(error)}"
-        if difference(usual.one, self._trace(replace(self._reference, loss_of=chunk.loss_of))) is not None:
+        if difference(usual.one, self._trace(replace(self._reference, step=chunk.step))) is not None:
             raise ConfigError(STEP_CHANGED)
 
     def _test_alone(self, chunks: Sequence[Chunk]) -> None:

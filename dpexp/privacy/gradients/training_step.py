@@ -1,0 +1,145 @@
+"""A training step, and the stand-in on which it runs for a trace or for one record.
+
+A step has an owner, whose method it is: a LightningModule, a Trainer of transformers, or nobody, in a loop of one's
+own. It never runs on the owner or on the trained module themselves, but on throwaway copies of both: what it keeps,
+logs or counts lands there and is discarded, whichever loop calls it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from dpexp.errors import RecordError, words_of
+from dpexp.privacy.gradients.branches import HiddenNumber
+from dpexp.privacy.gradients.module_copy import attributes, copies
+from dpexp.privacy.private_metrics import release
+
+
+@dataclass(eq=False)
+class TrainingStep:
+    """How the loss of one record is computed, and by whom.
+
+        step = TrainingStep.of(lambda model, record: F.cross_entropy(model(record[0]), record[1]), model)
+        with step.stand_in() as own:
+            loss = own.loss(record)  # computed on a copy of the model
+
+    Attributes:
+        call: (stand-in, batch of one record) -> its loss, or a dictionary or tuple that holds it.
+        module: the trained module.
+        owner: whose method the step is: a LightningModule, which is `module`, or a Trainer; None: nobody.
+        function: the user's function that `call` calls.
+        parts: names of the owner's attributes that belong to the run, of which a step may read numbers.
+        hidden: names of those that it must not read, such as data sets.
+        logged: gets the names of what the step logs; the values are dropped.
+    """
+
+    call: Callable[["StandIn", Any], Any]
+    module: nn.Module
+    owner: Any = None
+    function: Any = None
+    parts: Sequence[str] = ()
+    hidden: Sequence[str] = ()
+    logged: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, loss_of: Callable[[nn.Module, Any], Any], module: nn.Module) -> "TrainingStep":
+        """The step of a loop of one's own: `loss_of` takes the module and a batch of one record."""
+        return cls(lambda own, record: loss_of(own.module, record), module, function=loss_of)
+
+    @contextmanager
+    def stand_in(self, tensor: Callable[[Tensor], Tensor] | None = None) -> Iterator["StandIn"]:
+        """Fresh copies of the module and of the owner; `tensor`: see `module_copy.copies`."""
+        with copies(self.module, self.owner, self.parts, self.hidden, tensor) as (module, owner):
+            own = StandIn(self, module, owner)
+            own.mute()
+            yield own
+
+    def attributes(self, own: "StandIn | None" = None) -> dict[str, Any]:
+        """See `module_copy.attributes`: those of the module and the owner, or of a stand-in's copies of them, but for
+        the parts of the run."""
+        seen = own or self
+        return attributes(seen.module, seen.owner, (*self.parts, *self.hidden))
+
+    def reads(self) -> dict[str, Any]:
+        """What the function is and reads besides its arguments, one level deep, by name.
+
+        That is its code, its defaults, the object whose method it is, and the variables of its closure and its module
+        that it names; what these reach in turn is not in it. Of another callable, it is the object itself.
+        """
+        function = getattr(self.function, "__func__", self.function)
+        found: dict[str, Any] = {"self": getattr(self.function, "__self__", None)}
+        if not isinstance(function, FunctionType):
+            return found | {"function": function}
+        defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+        with suppress(ValueError):  # a variable of the closure has no value yet
+            outside = inspect.getclosurevars(function)
+            found |= {
+                f"a variable {key}": value for key, value in [*outside.globals.items(), *outside.nonlocals.items()]
+            }
+        return found | {"code": function.__code__} | {f"default {key}": value for key, value in defaults.items()}
+
+
+@dataclass
+class StandIn:
+    """Copies of a step's module and owner, on which the step runs."""
+
+    step: TrainingStep
+    module: Any
+    owner: Any
+
+    def loss(self, record: Any) -> Tensor:
+        """The loss of a batch of one record: a scalar, or what the step returns in its place.
+
+        Raises:
+            RecordError: the step returned no loss.
+            RuntimeError: it tried to end the program, which a single record must not do.
+        """
+        try:
+            output = self.step.call(self, record)
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise RuntimeError(f"{type(error).__name__}: {words_of(error)}") from None
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            kind = type(loss).__name__
+            raise RecordError(f"training_step must return a loss for every record; it returned a {kind}.")
+        return loss.reshape(()) if loss.numel() == 1 else loss
+
+    def attributes(self) -> dict[str, Any]:
+        """See `TrainingStep.attributes`."""
+        return self.step.attributes(self)
+
+    def mute(self) -> None:
+        """Makes the copies drop what is logged and what metrics are given; `print` prints without the Trainer."""
+        for name, part in self.module.named_modules():
+            if isinstance(part, Metric | MetricCollection):
+                vars(part).update(dict.fromkeys(_MUTED, partial(_hidden, part, f"self.{name}", self.step.logged)))
+        for name, muted in (("log", partial(drop, self.step.logged)), ("print", print)):
+            if hasattr(type(self.owner), name):
+                vars(self.owner)[name] = muted
+
+
+_MUTED = ("forward", "update", "compute")  # methods of a metric
+
+
+def _hidden(metric: Any, name: str, logged: set[str], *_: Any, **__: Any) -> Any:
+    """Takes the place of a metric's methods: the metric stays empty, and the result cannot be read."""
+    logged.add(name)
+    return {key: HiddenNumber() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else HiddenNumber()
+
+
+def drop(logged: set[str], name: Any = None, value: Any = None, *_: Any, logs: Any = None, **__: Any) -> None:
+    """Takes the place of `log`: notes names, and passes the values on for private release, which drops them unless the
+    plan has a metric of that name. Lightning's `log` gets a name and a value, that of transformers a dictionary."""
+    several = name if isinstance(name, dict) else logs
+    for key, one in {name: value}.items() if several is None else several.items():
+        logged.add(key)
+        release(key, one)
