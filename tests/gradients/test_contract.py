@@ -161,6 +161,13 @@ case("a list of losses that a hook reads", REFUSED, "self.state.0, and on_train_
      start=own(list), factor=keep, on_train_epoch_end=lambda m: m.log("mean", torch.stack(m.state).mean()))
 case("a list of losses that a callback reads", REFUSED, "and Reader.on_train_epoch_end reads it", also=REFUSED,
      start=own(list), factor=keep, configure_callbacks=lambda m: [Reader()])
+case("a list of losses of the class that a hook reads", REFUSED, "self.state.0, and on_train_epoch_end reads it",
+     also=REFUSED, start=lambda m: setattr(type(m), "state", []), factor=keep,
+     on_train_epoch_end=lambda m: m.log("mean", torch.stack(m.state).mean()))
+case("a list of losses of the class that nobody reads", TRACED, "sets self.state.0", also=LOOP,
+     start=lambda m: setattr(type(m), "state", []), factor=keep)
+case("a count of the class in the loss", REFUSED, SETS, start=lambda m: setattr(type(m), "state", 0), also=REFUSED,
+     factor=lambda m, x: put(type(m), m.state + 1))
 case("a list of losses that nobody reads", TRACED, "sets self.state.0", also=LOOP, start=own(list), factor=keep)
 case("a loss kept in a layer, whose weights a hook reads", TRACED, "sets self.net.kept", also=LOOP,
      factor=lambda m, x: done(put(m.net, x.sum(), "kept")), on_train_epoch_end=lambda m: m.net.weight.sum())
@@ -187,6 +194,13 @@ case("by an attribute set in on_train_epoch_start", TRACED, "", lambda t, x, y: 
      factor=lambda m, x: m.state, on_train_epoch_start=lambda m: put(m, 1.0 + m.current_epoch))
 case("by an attribute set in on_train_batch_start", LOOP, "in every round", lambda t, x, y: (1 + t) * y, rounds=6,
      factor=lambda m, x: m.state, on_train_batch_start=lambda m, *_: put(m, 1.0 + m.global_step))
+case("by a submodule, which a hook replaces in each round", TRACED, "",
+     lambda t, x, y: y - max(t, 0.5) * x.sum(), own(teacher), also=LOOP, factor=done, target=lambda m, x: m.state(x),
+     on_train_batch_end=lambda m, *_: setattr(m, "state", teacher(float(m.global_step))))
+case("by a network in a list, which a hook replaces between epochs", TRACED, "",
+     lambda t, x, y: y - (1 + t // 3) * x.sum(), own(lambda: [teacher()]), also=LOOP, factor=done,
+     target=lambda m, x: m.state[0](x),
+     on_train_epoch_start=lambda m: put(m, [teacher(1.0 + m.current_epoch)]))
 case("by a tensor, changed in place by a hook", TRACED, "", lambda t, x, y: (1 + t) * y, also=LOOP,
      start=own(lambda: torch.ones(())), factor=lambda m, x: m.state, on_train_batch_end=lambda m, *_: m.state.add_(1))
 case("by the learning rate of self.optimizers()", LOOP, "changes within an epoch", lambda t, x, y: 0.5**t * y,

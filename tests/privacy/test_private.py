@@ -258,6 +258,82 @@ def test_a_trainer_of_transformers(tmp_path):
         its_trainer("other", gradient_accumulation_steps=2).train()
 
 
+def small_trainer(folder, callbacks=(), model=None, **arguments):
+    """A PrivateTrainer of a tiny GPT-2 on its own texts, for six rounds in epochs of ten."""
+    transformers = pytest.importorskip("transformers")
+    from dpexp.integrations.transformers import PrivateTrainer
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = model or transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(20, (N, 6))]
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    args = transformers.TrainingArguments(str(folder), **quiet | arguments)
+    return PrivateTrainer(
+        model, args, train_dataset=rows, eval_dataset=rows[:20], plan=plan_of(model), callbacks=[*callbacks]
+    )
+
+
+def test_a_trainer_of_transformers_calls_all_events_in_their_order(tmp_path):
+    from transformers import TrainerCallback
+
+    class Note(TrainerCallback):
+        def __init__(self):
+            self.called, self.released = [], []
+
+        def __getattribute__(self, name):
+            if name.startswith("on_"):
+                self.called.append(name)
+            return super().__getattribute__(name)
+
+        def on_pre_optimizer_step(self, args, state, control, model, optimizer, **_):
+            self.released.append(float(optimizer.param_groups[0]["params"][0].grad.norm()))
+
+    note = Note()
+    small_trainer(tmp_path, [note], logging_strategy="no").train()
+    a_round = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
+    called = [name for name in note.called if name != "on_init_end"]
+    assert called == ["on_train_begin", "on_epoch_begin", *6 * a_round, "on_epoch_end", "on_train_end"]
+    assert min(note.released) > 0
+
+
+def test_a_trainer_of_transformers_lowers_its_rate_where_the_evaluation_stalls(tmp_path):
+    its = small_trainer(
+        tmp_path, eval_strategy="steps", eval_steps=1, logging_steps=1, learning_rate=1e-5,
+        lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 1, "factor": 0.5},
+    )  # fmt: skip
+    its.train()
+    rates = [log["learning_rate"] for log in its.state.log_history if "learning_rate" in log]
+    assert rates == [1e-5, 1e-5, 1e-5, 5e-6, 5e-6, 2.5e-6]
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_a_trainer_of_transformers_refuses_what_joins_rows(tmp_path, name):
+    its = small_trainer(tmp_path)
+    setattr(its.args, name, True)
+    with pytest.raises(dpexp.ConfigError, match=f"{name}=True joins several rows"):
+        its.train()
+
+
+def test_adapters_whose_ranks_are_chosen_as_they_train(tmp_path):
+    """AdaLoRA, whose callback reads p.grad: the noisy average."""
+    peft = pytest.importorskip("peft")
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+    class Allocate(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **_):
+            model.base_model.update_and_allocate(state.global_step)
+
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = peft.AdaLoraConfig(
+        init_r=4, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=6, target_modules=["c_attn"], fan_in_fan_out=True
+    )
+    model = peft.get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), config)
+    its = small_trainer(tmp_path, [Allocate()], model)
+    its.train()
+    assert its.private.rounds_done == 6 and model.peft_config["default"].rank_pattern
+
+
 def kill_at(step, trainer):
     """Interrupts a training after a step of which a checkpoint was saved."""
     from transformers import TrainerCallback
