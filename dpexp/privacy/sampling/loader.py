@@ -40,6 +40,7 @@ from dpexp.privacy.training_memory import Memory, tensors_of
 
 _COMPARED = 16  # records whose shapes are compared
 _EXAMPLES = 64  # records to try, until one can be fetched and has a loss
+_LIBRARIES = ("torch.", "transformers.", "dpexp.")  # whose collation is known
 _MANY_SINGLE = 8  # records of a chunk that are all processed one by one, for a warning
 
 
@@ -248,6 +249,11 @@ class RoundLoader:
             warnings.warn(
                 f"data: the training loader's batch_size={loader.batch_size} is not used; a round's sample has about "
                 f"{expected} {units_name}, as sampling.expected_batch_size or sampling.sampling_rate says"
+            )
+        if not getattr(loader.collate_fn, "__module__", "").startswith(_LIBRARIES):
+            warnings.warn(
+                "data: the collate_fn gets one record at a time, so that what it does across records, as mixup, has no "
+                "effect"
             )
         processes = processes or Processes()
         self.digest = 0 if processes.is_single else digest_of_records(copied(dataset), units)
