@@ -23,7 +23,6 @@ from dpexp.privacy.gradients.step import TRACED, Settings, Step
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
-from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import WEIGHT
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
@@ -89,7 +88,6 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
     with (
         suppress(Exception),
         own_randomness(device, key),
-        spectral_norms_fixed(module),
         chunk.step.stand_in() as own,
     ):  # the step may not accept such a batch
         plain = seconds(lambda: torch.autograd.grad(own.loss(_as_batch(records)), trained, allow_unused=True), device)
@@ -208,7 +206,7 @@ def _of_pairs(
             if batch is None:
                 return
             stream = KeyStream.known(seed, "pairs", 0)
-            with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
+            with own_randomness(device, stream), torch.no_grad():
                 before = torch.get_rng_state(), python_random_states()
                 try:
                     with chunk.step.stand_in() as own:

@@ -1,4 +1,4 @@
-"""Replacements for batch normalization, which mixes the records of a batch; and spectral normalization.
+"""Replacements for batch normalization, which mixes the records of a batch.
 
 With private statistics (the paper's second type of aggregate) a layer normalizes by running statistics,
 u = (x - μ)/s, a fixed map of each channel that never mixes records. A record's moments, the means over space of u and
@@ -6,20 +6,17 @@ u² - 1 of each channel, are vectors of the metric group `batchnorm`: clipped, s
 averages are the errors of μ and s² in units of s and s², so that one clip norm serves layers of any scale, and update
 them. Gradients treat the statistics as constants; fast statistics would undo what a step gains by scaling a layer's
 inputs (Ioffe & Szegedy 2015, section 2). Therefore round t applies 1/t of the released error.
-
-Spectral normalization makes one power iteration a round, from the weights only, and none within a step.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpexp._torch_compat import BatchNorm, SpectralNorm
+from dpexp._torch_compat import BatchNorm
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import BATCHNORM, release
@@ -164,35 +161,3 @@ def _replaced(module: nn.Module, new: Any) -> nn.Module:
             parent, _, own = name.rpartition(".")
             setattr(module.get_submodule(parent), own, made[id(layer)])
     return module
-
-
-def spectral_norms(module: nn.Module) -> list[tuple[SpectralNorm, Tensor]]:
-    """The module's spectral normalizations with their weights."""
-    return [
-        (parametrization, original.original)
-        for layer in module.modules()
-        for original in getattr(layer, "parametrizations", {}).values()
-        for parametrization in original
-        if isinstance(parametrization, SpectralNorm)
-    ]
-
-
-def power_iteration(spectral: list[tuple[SpectralNorm, Tensor]]) -> None:
-    """Makes one power iteration of each, from its weights."""
-    for parametrization, weight in spectral:
-        if parametrization.training:
-            with torch.no_grad():
-                parametrization(weight)
-
-
-@contextmanager
-def spectral_norms_fixed(module: nn.Module) -> Iterator[None]:
-    """Makes no power iterations within this context."""
-    training = [parametrization for parametrization, _ in spectral_norms(module) if parametrization.training]
-    for parametrization in training:
-        parametrization.training = False
-    try:
-        yield
-    finally:
-        for parametrization in training:
-            parametrization.training = True

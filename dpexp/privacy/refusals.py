@@ -12,6 +12,7 @@ from dpexp._lightning_compat import NoOptimizer, is_overridden, pl
 from dpexp._torch_compat import (
     BatchNorm,
     InstanceNorm,
+    SpectralNorm,
     forward_pre_hooks,
     has_backward_hooks,
     has_gradient_hooks,
@@ -48,9 +49,11 @@ def refuse_mixing_layers(module: nn.Module) -> None:
             raise ConfigError(f"{where} stores statistics of the data without noise; set track_running_stats=False.")
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
             raise ConfigError(f"{where} has no sizes yet; run the model once on an example before training.")
-        if any(type(hook).__name__ == "SpectralNorm" for hook in forward_pre_hooks(layer)):
+        is_old = any(type(hook).__name__ == "SpectralNorm" for hook in forward_pre_hooks(layer))
+        if is_old or (isinstance(layer, SpectralNorm) and layer.training):
             raise ConfigError(
-                f"{where} uses the deprecated spectral_norm; use torch.nn.utils.parametrizations.spectral_norm."
+                f"{where} is a spectral norm, which sets buffers in each step; use "
+                "torch.nn.utils.parametrizations.weight_norm, or eval() of it."
             )
 
 

@@ -23,10 +23,8 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import (
     RunningNorm,
-    power_iteration,
     private_norm_layers,
     refuse_unreleased,
-    spectral_norms,
 )
 from dpexp.privacy.physical_batch import CPU_BATCH, FIRST_ON_GPU
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
@@ -100,7 +98,6 @@ class PrivateTraining:
         self._metrics: dict[str, float] = {}  # released in this round
         self._has_metrics = any(group.is_metric for group in plan.groups)
         self._norm_layers: list[RunningNorm] = []
-        self._spectral: list[Any] = []
         self._rounds_lost = 0  # rounds in the ledger less those that are counted here, at a resume
         self._search_batch_size = False
         self._rounds: RoundLoader | None = None
@@ -169,7 +166,7 @@ class PrivateTraining:
                 processes.refuse_several_processes("diagnostics=unsafe shows one process's records")
             refuse_unreleased(module, self.plan)
             refusals.refuse_other_sizes(module, self.plan)
-            self._norm_layers, self._spectral = [*private_norm_layers(module)], spectral_norms(module)
+            self._norm_layers = [*private_norm_layers(module)]
             pad_to = lengths_for(module) if self.pad_to is None else self.pad_to
             rounds = RoundLoader(loader, self.plan, max_records, sampling, randomness, processes, dealing, pad_to)
             self._engine = PrivateRound(
@@ -221,8 +218,6 @@ class PrivateTraining:
         if self.rounds_done >= self.plan.rounds:
             raise ConfigError(f"the plan's {self.plan.rounds} rounds are spent; training beyond them is refused.")
         self._sample_pending, self._released = True, False
-        if self._spectral:
-            power_iteration(self._spectral)
 
     def _sum_sample(self, step: TrainingStep) -> None:
         """Adds up the clipped gradients of the round's sample."""

@@ -12,7 +12,6 @@ from pytorch_lightning.callbacks import LearningRateMonitor
 from pytorch_lightning.loggers import CSVLogger, Logger
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -229,22 +228,6 @@ def test_a_records_memory_layout_does_not_depend_on_the_batch(collate):
 
 
 # Generators
-
-
-def test_spectral_norms_go_on_once_a_round_from_the_weights_alone(tmp_path):
-    def make():
-        torch.manual_seed(0)
-        return Model(nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, CLASSES)))
-
-    def after(records):
-        module = make()
-        sums, _ = trained(tmp_path, module, records, steps=2)
-        return module.net[0].parametrizations.weight[0]._u, sums[0]
-
-    (few, without), (more, whole), (many, _) = after(rows(4)[1:]), after(rows(4)), after(rows(9))
-    assert torch.equal(few, more) and torch.equal(few, many), "the weights do not move at lr=0"
-    assert not torch.equal(few, make().net[0].parametrizations.weight[0]._u)
-    assert 0 < (whole - without).norm() <= S * (1 + 1e-6)
 
 
 class Random(Model):

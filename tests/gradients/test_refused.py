@@ -11,6 +11,7 @@ from pytorch_lightning.tuner import Tuner
 from test_isolation import CLASSES, Items, Model, rows, stepping, trained
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, default_collate
 
 import dpexp
@@ -143,7 +144,8 @@ REFUSED = {  # what is said, whether some rounds are released before, and functi
     "a callback's hook": (r"net\.0\.weight has a gradient hook", False, called(
         on_train_start=lambda trainer, module: module.net[0].weight.register_hook(lambda g: 0 * g))),
     "a step's hook": ("differs after other records", False, {"module": functools.partial(stepping, hooking)}),
-    "old spectral norm": ("spectral_norm", False, net(lambda: nn.utils.spectral_norm(nn.Linear(4, CLASSES)))),
+    "spectral norm": ("weight_norm", False, net(lambda: parametrizations.spectral_norm(nn.Linear(4, CLASSES)))),
+    "old spectral norm": ("weight_norm", False, net(lambda: nn.utils.spectral_norm(nn.Linear(4, CLASSES)))),
     "a scripted module": (r"module net\.0 is a TorchScript module", False, net(
         lambda: torch.jit.script(nn.Linear(4, CLASSES)))),
     "batch norm, called": ("training_step", False, {

@@ -48,7 +48,6 @@ from dpexp.privacy.gradients.per_example import (
 )
 from dpexp.privacy.gradients.training_step import StandIn
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
-from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.privacy_unit import LocalTraining
 from dpexp.privacy.state_checks import KEEPS_STATE, differ, digests, refuse_kept
@@ -152,10 +151,7 @@ class OneAtATime:
 
     def gradients_of(self, chunk: Chunk, i: int, stand_in: StandIn | None = None) -> ChunkGradients:
         """The vector of record i, and its loss, by a new stand-in or the one given."""
-        with (
-            chunk.step.stand_in() if stand_in is None else nullcontext(stand_in) as own,
-            spectral_norms_fixed(own.module),
-        ):
+        with chunk.step.stand_in() if stand_in is None else nullcontext(stand_in) as own:
             if self._local:
                 found, loss = self._local.vector_of(own, chunk, i)
             else:

@@ -53,7 +53,6 @@ from dpexp.privacy.gradients.per_example import (
     refuse_other_parameters,
 )
 from dpexp.privacy.gradients.recurrent import RecurrentLayersAsOperators
-from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.state_checks import BUFFER, digest, refuse_kept
 
@@ -262,7 +261,6 @@ class _Tracing:
             leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._chunk.leaves]
             with (
                 self._inputs.replaced(self._state),
-                spectral_norms_fixed(self._own.module),
                 self._values.marked() as released,
                 _modules_seen({*self._own.module.modules(), *self._module.modules(), *self._outside}, self.found),
             ):
