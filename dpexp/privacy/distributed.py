@@ -33,6 +33,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.fetching import attempt
 from dpexp.privacy.state_checks import bits_of, digest_as_integer
+from dpexp.rows import PlacedRows
 
 _COMPARED_RECORDS = 32
 _MAX_MESSAGE = 5000  # characters
@@ -192,14 +193,15 @@ def digest_of_rows(rows: Sequence[int]) -> int:
 
 
 def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
-    """A digest of a TensorDataset's tensors, of a Subset's indices, or else of 32 evenly spread records.
+    """A digest of a TensorDataset's tensors, and of which rows can be used, of a Subset's indices, or else of 32 evenly spread records.
 
     Records are fetched with fixed seeds. examples: the examples of each record; None: one each.
     """
     size = len(dataset)  # type: ignore[arg-type]
     seen = hashlib.sha256(pickle.dumps((size, examples)))
-    if type(dataset) is TensorDataset:
-        for tensor in dataset.tensors:
+    if type(dataset) in (TensorDataset, PlacedRows):
+        placed: Any = dataset
+        for tensor in (*placed.tensors, *([placed.usable] if type(dataset) is PlacedRows else [])):
             seen.update(bits_of(tensor))
         return digest_as_integer(seen.digest())
     if type(dataset) is Subset:
