@@ -25,3 +25,6 @@ class PlacedRows(TensorDataset):
         if not self.usable[i].all():
             raise RecordError(self.reason)
         return super().__getitem__(i)
+
+
+PLAIN = (TensorDataset, PlacedRows)  # data sets without code of the user's

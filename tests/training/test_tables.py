@@ -21,7 +21,7 @@ from sklearn.metrics import f1_score, r2_score, roc_auc_score
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import predict
 from dpexp.commands.table_schema import schema
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.training.classifier import _metrics_of_all
 from dpexp.training.data import Table
 from dpexp.training.data.raw import texts_of
@@ -157,7 +157,7 @@ def test_categories_and_persons_that_were_written_as_floats_are_the_same(table, 
     ]
     assert sides[0] == sides[1][: len(sides[0])] and 4 < len(sides[0]) < 36
     users = [Table(f"{name}.{suffix}", facts, "ill", "name", "test.csv").train.user_of for name in ("some", "odd")]
-    assert torch.equal(*users) and len(users[0].unique()) == 20
+    assert torch.equal(users[0], users[1][:40]) and len(users[0].unique()) == 20 and users[1][40:].tolist() == [-1, -1]
 
 
 def test_values_of_test_rows_that_cannot_be_read_are_counted_and_those_of_training_rows_are_not(table):
@@ -234,7 +234,12 @@ def test_rows_may_be_lines_of_json_of_which_a_broken_one_contributes_nothing(tab
     rows(9).to_json("some.jsonl", orient="records", lines=True)
     with open("some.jsonl", "a") as file:
         file.write('\n{"age": \n[1]\n{"age": 3.5, "odd": [1]}')
-    assert all(map(torch.equal, of(path="some.jsonl").train.tensors, (of().encode(rows(9)), of_labels(rows(9)))))
+    train = of(path="some.jsonl").train
+    assert all(
+        torch.equal(part[:9], known)
+        for part, known in zip(train.tensors, (of().encode(rows(9)), of_labels(rows(9))), strict=True)
+    )
+    assert train.usable.tolist() == [True] * 9 + [False] * 4  # of which one is blank
 
 
 def of_labels(some):
@@ -251,7 +256,11 @@ def test_each_row_is_encoded_by_itself(table):
 def test_rows_without_a_target_contribute_nothing(table, suffix):
     some = rows(5).assign(ill=["yes", None, "maybe", "no", " yes"])
     some.to_csv("some.csv", index=False) if suffix == "csv" else some.to_parquet("some.parquet")
-    assert of(path=f"some.{suffix}").train.tensors[1].tolist() == [1, 0, 1]
+    train = of(path=f"some.{suffix}").train
+    assert train.usable.tolist() == [True, False, False, True, True]
+    assert train.tensors[1][train.usable].tolist() == [1, 0, 1]
+    with pytest.raises(RecordError, match="a row has no known target"):
+        train[1]
 
 
 def written(folder, columns):
@@ -450,7 +459,7 @@ def test_a_mistake_in_a_schema_is_named(tmp_path, content, said):
 LINES = rows(6).to_csv(index=False)
 WRONG_TABLES = [
     ("", "cannot be read: No columns"),
-    (LINES.splitlines()[0], "has no row whose ill is one of no, yes"),
+    (LINES.splitlines()[0], "in no row is ill one of no, yes"),
     (LINES.replace("age", "years"), "has no column age, which data.schema names"),
     (LINES.replace("ill", "sick"), "has no column ill, which data.target names"),
     (LINES.replace("name", "age"), "each column must have a name of its own, and age occurs twice"),

@@ -40,8 +40,9 @@ class FailedRecord:
         if isinstance(error, KeyboardInterrupt):
             raise error
         message = words_of(error)
-        kind = next((own for own in (ConfigError, RecordError) if type(error) is own and is_own(error)), None)
-        return cls(kind(message) if kind else RuntimeError(f"{type(error).__name__}: {message}"))
+        if isinstance(error, ConfigError | RecordError) and is_own(error):
+            return cls(type(error)(message))
+        return cls(RuntimeError(f"{type(error).__name__}: {message}"))
 
 
 @dataclass

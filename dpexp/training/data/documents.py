@@ -112,8 +112,8 @@ class _Texts(RawData):
         """The tokens of each record's text, cut at `length`; of a record without a text, none."""
         check_columns("data", rows, {self._text: "data.text"})
         texts = self._texts(rows)
-        encoded = self._tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
-        return [ids if text else [] for ids, text in zip(encoded["input_ids"], texts, strict=True)]
+        encoded = self._tokenizer(texts or [""], truncation=length is not None, max_length=length, verbose=False)
+        return [ids if text else [] for ids, text in zip(encoded["input_ids"], texts, strict=False)]
 
     def save(self, model: nn.Module, folder: Path, card: str) -> None:
         """Writes the adapters, if there are any, as a folder of peft with the card, and what the prompts give."""

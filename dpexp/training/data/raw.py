@@ -121,7 +121,8 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
     Args:
         key: the configuration key of the path, for messages.
         text: the column of documents; a file of any other kind than .csv is then a text of them, between blank lines.
-        named: of private rows, the columns that are needed, each with the option that names it ({}: all); None: of public rows.
+        named: of private rows, the columns that are needed, each with the option that names it, or {} for all; None: of
+            public rows.
 
     Raises:
         ConfigError: the file cannot be read so, or private rows lack a column.
@@ -160,9 +161,7 @@ def _parquet(where: str, file: Path) -> DataFrame:
 def _json(file: Path, named: Mapping[str, str] | None) -> DataFrame:
     lines = _content(file, "replace").removesuffix("\n").split("\n")
     found = [_parsed(line) for line in lines if named is not None or line.strip()]
-    if not named:
-        return DataFrame(found, dtype=object)
-    return DataFrame({name: [row.get(name) for row in found] for name in named}, dtype=object)
+    return DataFrame(found, columns=[*named] if named else None, dtype=object)
 
 
 def _csv(where: str, file: Path, is_public: bool) -> DataFrame:

@@ -49,8 +49,8 @@ class Table(RawData):
         target: the column to predict.
         person: `row`, or the column that identifies a person, whose rows are then one user's (`user_of`).
         test_path: the test rows, which are taken as public; or
-        test_hash: {column, fraction}: rows with a hash of this column below the fraction are test rows; those with nothing
-            in it are training rows.
+        test_hash: {column, fraction}: rows with a hash of this column below the fraction are test rows; those
+            with nothing in it are training rows.
         part: {column, low, high}: only training rows with a hash of this column in the range are used (`in_part`).
     """
 
@@ -126,21 +126,18 @@ class Table(RawData):
         rows, where = self._split(key, path, in_test), f"{key}={path}"
         check_columns(where, rows, self._named)
         y, parts = _encoded(rows[self._target], self._facts), self._parts(rows)
-        known = _known(y, self._facts)
-        if self._person != "row":
-            people = texts_of(rows[self._person])
-            known &= people.ne("").to_numpy()
-        x, labels, usable = (torch.from_numpy(part) for part in (np.concatenate([*parts.values()], 1), y, known))
+        known = torch.from_numpy(_known(y, self._facts))
+        x, labels = torch.from_numpy(np.concatenate([*parts.values()], 1)), torch.from_numpy(y)
         labels = labels.argmax(1) if self.class_names else labels[:, 0]
-        if in_test is False:
-            data = PlacedRows(x, labels, usable=usable, reason=_UNUSABLE)
-            if self._person != "row":
-                data.user_of = torch.from_numpy(codes_of(people))  # type: ignore[attr-defined]
-            return data
-        if not known.any():
-            raise ConfigError(f"{where} has no row whose {self._target} is {_wanted(self._facts)}.")
-        self._report(where, rows, {self._target: y} | parts, refuse=True)
-        return TensorDataset(x[usable], labels[usable])
+        if in_test is not False:
+            self._report(where, rows, {self._target: y} | parts, refuse=True)
+            return TensorDataset(x[known], labels[known])
+        if self._person == "row":
+            return PlacedRows(x, labels, usable=known, reason=_UNUSABLE)
+        codes = torch.from_numpy(codes_of(texts_of(rows[self._person])))
+        data = PlacedRows(x, labels, usable=known & (codes >= 0), reason=_UNUSABLE)
+        data.user_of = codes  # type: ignore[attr-defined]
+        return data
 
     def _split(self, key: str, path: str, in_test: bool | None) -> DataFrame:
         """The rows of a file; only those in the test set, or those of the part that are not in it."""
