@@ -6,14 +6,14 @@ All sources, privacy units and policies are tried with next to no noise: the sum
 
 import json
 import math
-import warnings
+from contextlib import nullcontext
 from io import BytesIO
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 from datasets import Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 from plans import plan_of
@@ -36,7 +36,7 @@ from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User
 from dpexp.training.data import HuggingFace, Images, Table
 from dpexp.training.data.documents import Documents, LabelledTexts
 
-N, K, S, ROUNDS = 24, 3, 0.05, 4
+N, K, S, ROUNDS = 24, 3, 0.05, 2
 COLUMNS = {
     "age": {"kind": "number", "min": 0, "max": 100},
     "colour": {"kind": "category", "values": ["red", "blue"]},
@@ -50,10 +50,9 @@ POLICIES = {
     "truncated_poisson": ("replace_null", {"max_batch_size": N // 2 + 2}),
     "fixed_size": ("replace_one", {}),
     "shuffle": ("replace_one", {}),
-    "random_allocation": ("add_remove", {}),
     "full_batch": ("add_remove", {}),
 }
-WORST = {}  # adjacency, whether the row then contributes nothing -> the largest move in S
+WORST = {}  # adjacency, bound -> the number of comparisons, and the largest move, in S
 
 
 # Sources: a function of (folder, {row: fault}) that gives the training set, and faults: name -> (what stands in the
@@ -159,7 +158,7 @@ def image_files(folder, faults):
 
 IMAGES = {
     "empty file": (lambda file: (file[0], b""), True, True),
-    "half a file": (lambda file: (file[0], file[1][:60]), True, True),
+    "half a file": (lambda file: (file[0], file[1][:40]), True, True),
     "no image": (lambda file: (file[0], b"text"), True, True),
     "no known class": (lambda file: ("c", file[1]), True, True),
     "another class": (lambda file: ("ba"[file[0] == "b"], file[1]), False, True),
@@ -187,7 +186,7 @@ HUB = {
 
 
 def text_of(k):
-    return " ".join("abcdefgh"[(3 * k + j) % 8] for j in range(2 + k % 4))
+    return " ".join("abcdefgh"[(3 * k + j + k // 8) % 8] for j in range(2 + k % 5))
 
 
 def text_lines(folder, faults):
@@ -249,7 +248,9 @@ SOURCES = {
     "labelled_texts": (labelled, LABELLED, ("example", "microbatch")),
     "arrays": (arrays, ARRAYS, UNITS),
 }
-CASES = [(source, unit) for source, (_, _, units) in SOURCES.items() for unit in units]
+CASES = [
+    pytest.param(source, unit, id=f"{source}-{unit}") for source, (_, _, units) in SOURCES.items() for unit in units
+]
 
 
 class OfVectors(nn.Module):
@@ -291,7 +292,11 @@ def folder(tmp_path_factory):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unknown>", eos_token="<end>")
     fast.save_pretrained(path / "tokenizer")
     GPT2Config(n_positions=8, vocab_size=10).save_pretrained(path / "tokenizer")
-    return path
+    yield path
+    for (adjacency, bound), (count, most) in sorted(WORST.items()):
+        print(
+            f"\n{adjacency}, bound {bound} S: {count} comparisons, the largest move is {most:.6f} S"
+        )  # with pytest -s
 
 
 class Job:
@@ -314,7 +319,9 @@ class Job:
     def sums(self, train, policy):
         """What each round sums, as one vector; an error ends the job."""
         keys = [KeyStream.known(0, purpose, 0) for purpose in ("sampling", "loader")]
-        rounds, found = RoundLoader(DataLoader(train, 2), self.plans[policy], 64, *keys), []
+        tested = policy == "poisson"  # for state, which takes time
+        with nullcontext() if tested else mock.patch("dpexp.privacy.sampling.loader.refuse_state"):
+            rounds, found = RoundLoader(DataLoader(train, 2), self.plans[policy], 64, *keys), []
         while rounds.sampler.completed < ROUNDS:
             for _ in rounds:
                 self.engine.begin()
@@ -350,8 +357,8 @@ def tried(units, unit):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("source, unit", CASES, ids="-".join)
-def test_a_rows_content_changes_nothing_else(folder, tmp_path_factory, source, unit):
+@pytest.mark.parametrize("source, unit", CASES)
+def test_a_rows_content_changes_nothing_else(folder, source, unit):
     make, faults, _ = SOURCES[source]
     fresh = (folder / f"{source}-{unit}-{k}" for k in range(99))
 
@@ -370,15 +377,26 @@ def test_a_rows_content_changes_nothing_else(folder, tmp_path_factory, source, u
             assert len(other) == N, fault
             expected = [[k for k in one if not (lost and k in rows)] for one in units]
             assert job.units(other) == [one for one in expected if one], fault
+            others = [k for k in range(N) if k not in rows]
+            assert all(torch.equal(a[others], b[others]) for a, b in zip(parts_of(train), parts_of(other), strict=True))
             if [] in expected:  # a user less: another number of users, and so other draws
                 continue
             bound = 2 - (is_null is True and len(rows) == len(units[2 if unit != "example" else 4]))
-            moves = {policy: move(before[policy], job.sums(other, policy)) for policy in POLICIES}
+            policies = POLICIES if len(rows) > 1 or unit == "example" else ("poisson", "fixed_size")
+            moves = {policy: move(before[policy], job.sums(other, policy)) for policy in policies}
             for policy, moved in moves.items():
                 assert moved <= bound * (1 + 1e-6) if is_null is not None else moved == 0, (fault, rows, moves)
                 key = POLICIES[policy][0], bound
-                WORST[key] = max(WORST.get(key, 0), moved)
+                count, most = WORST.get(key, (0, 0.0))
+                WORST[key] = count + 1, max(most, moved)
             assert is_null is None or max(moves.values()) > 0.01, (fault, rows)
+
+
+def parts_of(train):
+    """The tensors of a training set."""
+    if isinstance(train, TensorDataset):
+        return train.tensors
+    return (train.ids, torch.tensor(train.sizes), *([torch.tensor(train.labels)] if train.labels else []))
 
 
 def move(some, others):

@@ -154,6 +154,14 @@ def test_a_document_is_one_record_and_one_without_a_text_contributes_nothing(fol
     assert odd[63]["attention_mask"].sum() == 2  # a word and the end
 
 
+def test_without_privacy_records_without_a_text_are_left_out(folder, dpexp_job):
+    with open("train.jsonl", "a") as file:
+        file.write('{"text": 3}\n\n{"text": " "}\n' * 9)
+    job = (*JOB, "data.path=train.jsonl", "data.n=87", "privacy.enabled=false", "tracking=none")
+    output = dpexp_job(*job, "sampling.expected_batch_size=30", "sampling.epochs=null", "sampling.steps=2")
+    assert json.loads((output / "result.json").read_text())["rounds"] == 2
+
+
 def test_parts_of_documents_divide_their_users(folder):
     of = {"user": "who", "privacy_unit": "user"}
     whole = documents("train.jsonl", **of).train
