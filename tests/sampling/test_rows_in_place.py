@@ -353,7 +353,7 @@ def as_double(one):
 def tried(units, unit):
     """The rows that a fault strikes: one, and all of a unit."""
     struck = units[2] if unit != "example" else [4]
-    return [struck[1:2], struck] if unit != "example" else [struck]
+    return [struck[:1], struck] if unit != "example" else [struck]
 
 
 @pytest.mark.filterwarnings("ignore")
