@@ -55,7 +55,7 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     out = Path(cfg.out or Path(path).name.removesuffix(Path(path).suffix).removesuffix(".csv") + ".yaml")
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another file.")
-    columns = {str(name): _guessed(rows) for name, rows in rows_of("data.path", path).items()}
+    columns = {str(name): _guessed(rows) for name, rows in rows_of("data.path", path, named={}).items()}
     if person != "row" and person not in columns:
         raise ConfigError(f"data.person={person} is no column of {path}: {', '.join(columns)}.")
     content: dict[str, Any] = {"rows": None} | ({} if person == "row" else {"persons": None})
@@ -94,7 +94,7 @@ def _guessed(values: Any) -> dict[str, Any]:
 
 def _in_the_clear(path: str, person: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Fills in all facts from the rows without noise."""
-    rows = rows_of("data.path", path)
+    rows = rows_of("data.path", path, named={})
     for name, facts in columns.items():
         if "min" in facts:
             known = numbers_of(rows[name], facts)

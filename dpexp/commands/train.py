@@ -33,6 +33,7 @@ from dpexp.tracking.job_folder import CONFIGURATION, finished_result
 from dpexp.tracking.provenance import config_hash, without_passwords
 from dpexp.training.callbacks import Stop
 from dpexp.training.classifier import Classifier
+from dpexp.training.data.raw import InMemory
 from dpexp.training.pretrained import reserve_disk_space
 
 if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking does not wait for it
@@ -213,6 +214,8 @@ def _make_job(
         data.num_workers = cfg.trainer.num_workers
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     build.set_batch_size(cfg, data, plan)
+    if isinstance(data, InMemory):
+        data.usable_only = plan is None
     build.add_optimizer(cfg, module, plan)
     privacy = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, privacy, output)

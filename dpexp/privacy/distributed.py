@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset
 
 from dpexp._lightning_compat import has_comm_hook, pl, start_method, syncs_batch_norm
 from dpexp._torch_compat import tree_leaves, without_process_group
@@ -33,6 +33,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.fetching import attempt
 from dpexp.privacy.state_checks import bits_of, digest_as_integer
+from dpexp.rows import PLAIN, PlacedRows
 
 _COMPARED_RECORDS = 32
 _MAX_MESSAGE = 5000  # characters
@@ -192,14 +193,17 @@ def digest_of_rows(rows: Sequence[int]) -> int:
 
 
 def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
-    """A digest of a TensorDataset's tensors, of a Subset's indices, or else of 32 evenly spread records.
+    """A digest of a TensorDataset's tensors and of which rows can be used, of a Subset's indices, or else of 32 evenly
+    spread records.
 
     Records are fetched with fixed seeds. examples: the examples of each record; None: one each.
     """
     size = len(dataset)  # type: ignore[arg-type]
     seen = hashlib.sha256(pickle.dumps((size, examples)))
-    if type(dataset) is TensorDataset:
-        for tensor in dataset.tensors:
+    if type(dataset) is PlacedRows:
+        seen.update(bits_of(dataset.usable))
+    if type(dataset) in PLAIN:
+        for tensor in dataset.tensors:  # type: ignore[attr-defined]
             seen.update(bits_of(tensor))
         return digest_as_integer(seen.digest())
     if type(dataset) is Subset:

@@ -102,7 +102,9 @@ def _not_fetched(reason: Exception) -> ConfigError:
     """The error, unless it is a ConfigError, wrapped in one."""
     if isinstance(reason, ConfigError):
         return reason
-    failed = ConfigError(f"data: none of the records tried, spread over the training set, can be fetched: {reason}.")
+    failed = ConfigError(
+        f"data: none of the records tried, spread over the training set, can be fetched: {str(reason).rstrip('.')}."
+    )
     failed.__cause__ = reason  # may quote a record
     return failed
 

@@ -24,6 +24,7 @@ from dpexp.privacy.sampling.loader import RoundSampler
 from dpexp.privacy.sampling.policies import FullBatch
 from dpexp.privacy.sampling.privacy_unit import User
 from dpexp.privacy.state_checks import digest_of_weights
+from dpexp.rows import PlacedRows
 
 KINDS = ("adaptive", "banded", "batchnorm", "prepared", "allocated")
 
@@ -169,6 +170,8 @@ def test_data_in_another_order_is_told_apart(dtype):
     for a, b in ((TensorDataset(x), TensorDataset(other)), listed):
         assert digest_of_records(a) != digest_of_records(b)
         assert digest_of_records(a) == digest_of_records(a)
+    usable = [PlacedRows(x, usable=torch.arange(1000) != k, reason="") for k in range(2)]
+    assert digest_of_records(usable[0]) != digest_of_records(usable[1])
     places = [Subset(listed[0], [*range(500)]), Subset(listed[0], [*range(250), 251, 250, *range(252, 500)])]
     assert digest_of_records(places[0]) != digest_of_records(places[1])
 

@@ -19,7 +19,8 @@ from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import groups
-from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
+from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User, make_privacy_unit
+from dpexp.rows import PlacedRows
 
 SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.nan])])
 
@@ -162,6 +163,36 @@ def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, 
     assert differing(found, by_hand(units, mean_gradient(x, y), plan)) == []
 
 
+class Unread(Items):
+    """Items of which some cannot be fetched."""
+
+    def __getitem__(self, i):
+        if i in ODD:
+            raise OSError
+        return super().__getitem__(i)
+
+
+ODD = (1, 3, 4, 5)  # of which all of a unit of three
+
+
+def unusable(x, y):
+    return PlacedRows(x, y, usable=torch.tensor([k not in ODD for k in range(len(x))]), reason="odd.")
+
+
+@pytest.mark.parametrize("record", [Example(), Microbatch(3), User(4, "user_of")], ids=str)
+@pytest.mark.parametrize("kind", [unusable, Unread])
+def test_examples_that_cannot_be_used_are_left_out_of_their_unit(kind, record, tmp_path, quiet):
+    x, y = rows(11)
+    dataset = a_data_set(kind, x.double(), y, [7, 2, 2, -1, 9, 2, 2, 9, 5, 5, -1])
+    found, plan = released(tmp_path, dataset, record, users=4, clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3))
+    units = {
+        "example": [[k] for k in (0, 2, 6, 7, 8, 9, 10)],
+        "microbatch": [[0, 2], [6, 7, 8], [9, 10]],
+        "user": [[2, 6], [8, 9], [0], [7]],
+    }[record.kind]
+    assert differing(found, by_hand(units, mean_gradient(x, y), plan)) == []
+
+
 @pytest.mark.parametrize("kind", [TensorDataset, Items, OfUsers])
 def test_a_users_vector_is_the_mean_gradient_of_its_examples(kind, tmp_path, quiet):
     x, y = rows(11)
@@ -179,7 +210,7 @@ def test_of_a_user_with_more_examples_a_random_part_is_used(kind):
     units = User(2, None if kind is OfUsers else "user_of").units(dataset)
     stream = KeyStream.known(0, "sampling", 0)
     drawn = [[units.examples(dataset, units.draw(i, stream)) for i in range(4)] for _ in range(200)]
-    for i, members in enumerate(MEMBERS):
+    for i, members in enumerate(MEMBERS if kind is OfUsers else [MEMBERS[k] for k in (1, 3, 0, 2)]):  # by number
         chosen = [tuple(int(example[0]) for example in one[i]) for one in drawn]
         assert all(len({*some}) == 2 and {*some} <= {*members} for some in chosen)
         if len(members) == 2:

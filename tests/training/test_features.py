@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
+from dpexp.rows import PlacedRows
 from dpexp.training.data import (
     Backbone,
     Deskewed,
@@ -289,6 +290,17 @@ def test_random_features_are_rectified_convolutions_with_kernels_that_know_no_da
     beside = first(x)[:, 4:].unflatten(1, (2, 3)).flatten(2)
     assert beside.mean(2).abs().max() < 1e-5 and (beside.var(2, correction=0) - 1).abs().max() < 1e-2
     assert (beside.amin(2, keepdim=True) == beside).double().mean() > 0.2, "what ReLU cuts off is one value"
+
+
+def test_rows_that_cannot_be_used_stay_so(tmp_path):
+    of = data()
+    of.train = PlacedRows(*of.train.tensors, usable=torch.arange(10) != 4, reason="odd.")
+    of.train.user_of = [*range(10)]
+    features = Features(of, abs, str(tmp_path)).train
+    assert features.usable is of.train.usable and features.user_of is of.train.user_of
+    assert torch.equal(features.tensors[0], of.train.tensors[0].abs()) and of.train.tensors[0].min() < 0
+    with pytest.raises(RecordError, match=r"odd\."):
+        features[4]
 
 
 def test_users_and_class_names_stay(tmp_path):

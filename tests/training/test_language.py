@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, PreTrainedTokenizerFast
 
 import dpexp
+from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError
 from dpexp.training.data.documents import Documents, LabelledTexts
@@ -153,6 +154,14 @@ def test_a_document_is_one_record_and_one_without_a_text_contributes_nothing(fol
     assert odd[63]["attention_mask"].sum() == 2  # a word and the end
 
 
+def test_without_privacy_records_without_a_text_are_left_out(folder, dpexp_job):
+    with open("train.jsonl", "a") as file:
+        file.write('{"text": 3}\n\n{"text": " "}\n' * 9)
+    job = (*JOB, "data.path=train.jsonl", "data.n=87", "privacy.enabled=false", "tracking=none")
+    output = dpexp_job(*job, "sampling.expected_batch_size=30", "sampling.epochs=null", "sampling.steps=2")
+    assert json.loads((output / "result.json").read_text())["rounds"] == 2
+
+
 def test_parts_of_documents_divide_their_users(folder):
     of = {"user": "who", "privacy_unit": "user"}
     whole = documents("train.jsonl", **of).train
@@ -257,12 +266,13 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
 @pytest.mark.parametrize(
     "overrides, content, sentence",
     [
-        ((), "\n\n", "data.path=train.txt has no record with a text in text"),
+        ((), "\n\n", "data.module: the training set is empty"),
+        (("data.test_path=train.txt",), "\n\n", "data.test_path=train.txt has no record with a text in text"),
         (("data.path=none.txt",), None, "data.path=none.txt cannot be read: No such file"),
-        (("data.path=train.jsonl", "data.text=body"), None, "data.path=train.jsonl has no column body, which"),
+        (("data.path=train.jsonl", "data.text=body"), None, "data: none of the records tried, spread over the"),
         (("data.test_path=test.jsonl", "data.text=body"), None, "data.test_path=test.jsonl has no column body"),
         (("data.path=train.jsonl", "data.user=name", "privacy_unit=user", "data.users=20"), None,
-         "data.path=train.jsonl has no column name, which data.user names"),
+         "data: the training set is empty, or no record has a known user"),
         (("privacy_unit=user", "data.users=20"), None, "data.user=null: privacy_unit=user needs the name of the field"),
         (("data.unit=line",), None, "data.unit=line is unknown; choose one of document, block"),
         (("data.unit=block",), None, "data.unit=block with privacy.adjacency=None: neighbours differ by one block"),
@@ -277,7 +287,7 @@ def test_bad_input_gets_one_sentence_before_any_release(folder, dpexp_job, overr
         (folder / "train.txt").write_text(content)
     with pytest.raises(SystemExit, match=rf"^dpexp: {re.escape(sentence)}"):
         dpexp_job(*JOB, *ONE_ROUND, "sampling=full_batch", *overrides, "hydra.run.dir=out")
-    assert not (folder / "out" / "ledger.jsonl").exists()
+    assert not (ledger := folder / "out" / "ledger.jsonl").exists() or not read_ledger(ledger)
 
 
 def test_a_tokenizer_without_any_token_to_pad_with_and_a_long_prompt_are_refused(folder):

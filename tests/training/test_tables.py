@@ -1,6 +1,7 @@
 """Tables of one's own: schemas, encoding, training, prediction."""
 
 import bz2
+import csv
 import gzip
 import json
 import math
@@ -14,6 +15,8 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
@@ -21,10 +24,10 @@ from sklearn.metrics import f1_score, r2_score, roc_auc_score
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import predict
 from dpexp.commands.table_schema import schema
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.training.classifier import _metrics_of_all
 from dpexp.training.data import Table
-from dpexp.training.data.raw import texts_of
+from dpexp.training.data.raw import rows_of, texts_of
 from dpexp.training.data.tables import facts_of, numbers_of
 
 COLUMNS = {
@@ -157,7 +160,7 @@ def test_categories_and_persons_that_were_written_as_floats_are_the_same(table, 
     ]
     assert sides[0] == sides[1][: len(sides[0])] and 4 < len(sides[0]) < 36
     users = [Table(f"{name}.{suffix}", facts, "ill", "name", "test.csv").train.user_of for name in ("some", "odd")]
-    assert torch.equal(*users) and len(users[0].unique()) == 20
+    assert torch.equal(users[0], users[1][:40]) and len(users[0].unique()) == 20 and users[1][40:].tolist() == [-1, -1]
 
 
 def test_values_of_test_rows_that_cannot_be_read_are_counted_and_those_of_training_rows_are_not(table):
@@ -234,7 +237,12 @@ def test_rows_may_be_lines_of_json_of_which_a_broken_one_contributes_nothing(tab
     rows(9).to_json("some.jsonl", orient="records", lines=True)
     with open("some.jsonl", "a") as file:
         file.write('\n{"age": \n[1]\n{"age": 3.5, "odd": [1]}')
-    assert all(map(torch.equal, of(path="some.jsonl").train.tensors, (of().encode(rows(9)), of_labels(rows(9)))))
+    train = of(path="some.jsonl").train
+    assert all(
+        torch.equal(part[:9], known)
+        for part, known in zip(train.tensors, (of().encode(rows(9)), of_labels(rows(9))), strict=True)
+    )
+    assert train.usable.tolist() == [True] * 9 + [False] * 4  # of which one is blank
 
 
 def of_labels(some):
@@ -251,7 +259,11 @@ def test_each_row_is_encoded_by_itself(table):
 def test_rows_without_a_target_contribute_nothing(table, suffix):
     some = rows(5).assign(ill=["yes", None, "maybe", "no", " yes"])
     some.to_csv("some.csv", index=False) if suffix == "csv" else some.to_parquet("some.parquet")
-    assert of(path=f"some.{suffix}").train.tensors[1].tolist() == [1, 0, 1]
+    train = of(path=f"some.{suffix}").train
+    assert train.usable.tolist() == [True, False, False, True, True]
+    assert train.tensors[1][train.usable].tolist() == [1, 0, 1]
+    with pytest.raises(RecordError, match="a row has no known target"):
+        train[1]
 
 
 def written(folder, columns):
@@ -317,6 +329,51 @@ def test_a_table_trains_is_registered_and_predicts_raw_rows(table, dpexp_job):
     np.testing.assert_allclose(served[["p_no", "p_yes"]].to_numpy(), found[["p_no", "p_yes"]].to_numpy(), rtol=1e-6)
     np.testing.assert_allclose(found["p_no"] + found["p_yes"], 1, rtol=1e-6)
     assert [*served["prediction"]] == [("no", "yes")[int(p > 0.5)] for p in served["p_yes"]]
+
+
+@pytest.mark.parametrize("privacy", ["sampling=fixed_size", "privacy.enabled=false"])
+def test_a_job_with_rows_that_cannot_be_used_trains_without_them(table, dpexp_job, recwarn, privacy):
+    """Privately they are records that contribute nothing; without privacy they are left out."""
+    lines = (table / "train.csv").read_text().splitlines()
+    lines[3], lines[5], lines[7:9] = "", lines[5].rpartition(",")[0] + ",", [f"{line},more" for line in lines[7:9]]
+    (table / "train.csv").write_text("\n".join(lines) + "\n")
+    job = (*CSV, *QUICK, privacy, "sampling.sampling_rate=0.5", "sampling.steps=4", "tracking=none", "accountant=pld")
+    dpexp_job(*job)
+    result = json.loads((output_of(table) / "result.json").read_text())
+    assert result["rounds"] == 4 and result["metrics"]["test_accuracy"] > 0.5
+    said = "they contribute nothing: RecordError: data: a row has no known target"
+    assert any(said in str(one.message) for one in recwarn) == (privacy == "sampling=fixed_size")
+
+
+FIELDS = st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=6)
+
+
+@given(st.lists(st.lists(FIELDS, min_size=3, max_size=3), min_size=1, max_size=5), st.sampled_from(",;\t|"))
+def test_a_csv_file_is_read_as_it_was_written(tmp_path_factory, some, delimiter):
+    path = tmp_path_factory.getbasetemp() / "written.csv"
+    frame = pd.DataFrame(some, columns=["a", "b", "c"])
+    frame.to_csv(path, index=False, sep=delimiter, quoting=csv.QUOTE_ALL)
+    for named in (None, {"a": "data.schema"}):
+        assert rows_of("data.path", str(path), named=named).to_numpy().tolist() == some
+
+
+def test_lines_that_are_no_rows_are_records_and_no_rows_of_the_test_set(table):
+    path = table / "one.csv"
+    path.write_bytes(b"age\n1\n\n3,4\n\xff\n" + b"5" * 200_000)
+    assert rows_of("data.path", "one.csv", named={})["age"].str[:9].tolist() == ["1", "", "", "\ufffd", "5" * 9]
+    assert schema(["data.path=one.csv", "unsafe=true", "out=one.yaml"])["rows"] == 5
+    path.write_text("age\n1\n\n3")
+    assert rows_of("data.test_path", "one.csv")["age"].tolist() == ["1", "3"]
+    (table / "one.jsonl").write_text('{"age": 1}\n\n[2]\n{"other": 3}\n')
+    assert rows_of("data.path", "one.jsonl", named={"age": ""})["age"].isna().tolist() == [False, True, True, True]
+    assert len(rows_of("data.test_path", "one.jsonl")) == 3
+
+
+def test_rows_without_an_id_are_training_rows(table):
+    rows(240).assign(name=lambda t: t["name"].where(t.index % 10 > 0)).to_csv("train.csv", index=False)
+    data = Table("train.csv", COLUMNS, "ill", "name", test_hash={"column": "name", "fraction": 0.99})
+    assert (data.train.user_of == -1).sum() == 24 and not data.train.usable[data.train.user_of == -1].any()
+    assert len(data.train) + len(data.test) == 240
 
 
 def test_numbers_are_predicted_in_their_own_unit(table, dpexp_job):
@@ -450,7 +507,7 @@ def test_a_mistake_in_a_schema_is_named(tmp_path, content, said):
 LINES = rows(6).to_csv(index=False)
 WRONG_TABLES = [
     ("", "cannot be read: No columns"),
-    (LINES.splitlines()[0], "has no row whose ill is one of no, yes"),
+    (LINES.splitlines()[0], "in no row is ill one of no, yes"),
     (LINES.replace("age", "years"), "has no column age, which data.schema names"),
     (LINES.replace("ill", "sick"), "has no column ill, which data.target names"),
     (LINES.replace("name", "age"), "each column must have a name of its own, and age occurs twice"),

@@ -19,8 +19,9 @@ from torch.utils.data.dataloader import default_collate
 
 from dpexp._lightning_compat import pl
 from dpexp._torch_compat import TreeSpec, register_pytree_node, tree_children, tree_flatten, tree_map, tree_unflatten
-from dpexp.errors import ConfigError, is_own, words_of
+from dpexp.errors import ConfigError, RecordError, is_own, words_of
 from dpexp.privacy.sampling.privacy_unit import Units
+from dpexp.rows import PlacedRows
 
 
 @dataclass
@@ -39,8 +40,9 @@ class FailedRecord:
         if isinstance(error, KeyboardInterrupt):
             raise error
         message = words_of(error)
-        own = type(error) is ConfigError and is_own(error)
-        return cls(ConfigError(message) if own else RuntimeError(f"{type(error).__name__}: {message}"))
+        if isinstance(error, ConfigError | RecordError) and is_own(error):
+            return cls(type(error)(message))
+        return cls(RuntimeError(f"{type(error).__name__}: {message}"))
 
 
 @dataclass
@@ -66,24 +68,30 @@ class RecordBatch:
 
 
 class Rows(Dataset):
-    """A TensorDataset, whose rows are fetched and collated at once, since none can change another."""
+    """A TensorDataset, whose rows are fetched and collated at once, since none can change another.
+
+    Of a unit, rows that cannot be used are left out; it fails if it has no others.
+    """
 
     def __init__(self, dataset: TensorDataset, units: Units | None) -> None:
         self._tensors, self._units = dataset.tensors, units
+        self._usable, self._reason = None, ""
+        if isinstance(dataset, PlacedRows):
+            self._usable, self._reason = dataset.usable.numpy().tobytes(), dataset.reason  # read one by one, and fast
 
-    def __getitems__(self, drawn: list[Any]) -> list[RecordBatch]:
-        if self._units is None:
-            if not drawn:
-                return []
-            rows = torch.tensor(drawn)
-            return [RecordBatch(len(drawn), [tensor.index_select(0, rows).unsqueeze(1) for tensor in self._tensors])]
+    def __getitems__(self, drawn: list[Any]) -> list[RecordBatch | FailedRecord]:
+        of_records = [[i] for i in drawn] if self._units is None else drawn
+        if self._usable is not None:
+            of_records = [[i for i in positions if self._usable[i]] for positions in of_records]
         by_size: dict[int, list[list[int]]] = {}
-        for positions in drawn:
+        for positions in of_records:
             by_size.setdefault(len(positions), []).append(positions)
-        return [
+        failed = [FailedRecord(RecordError(self._reason)) for _ in by_size.pop(0, [])]
+        batches = [
             RecordBatch(len(some), [tensor[torch.tensor(some)] for tensor in self._tensors])
             for some in by_size.values()
         ]
+        return [*batches, *failed]
 
 
 class SingleCollation:

@@ -14,7 +14,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    TensorDataset,
 )  # fmt: skip
 from torch.utils.data.dataloader import default_collate
 
@@ -22,6 +21,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream, seed_everything
 from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch, Rows, SingleCollation
 from dpexp.privacy.sampling.privacy_unit import Units
+from dpexp.rows import PLAIN
 
 
 class Seeding:
@@ -72,7 +72,7 @@ def fetcher(loader: Any, units: Units | None = None, of_copy: bool = False) -> "
 
 def only_rows(loader: Any) -> bool:
     """Whether records are rows of tensors, so that none of the user's code runs to fetch and collate them."""
-    return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+    return type(loader.dataset) in PLAIN and loader.collate_fn is default_collate
 
 
 def sampled_dataset(loader: Any) -> Dataset:

@@ -129,7 +129,7 @@ class RoundSampler(Sampler[list[Any]]):
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ConfigError("data: the training set is empty.")
+            raise ConfigError("data: the training set is empty, or no record has a known user.")
 
     def __iter__(self) -> Iterator[list[Any]]:
         pending: deque[ChunkPosition] = deque()

@@ -19,6 +19,8 @@ from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
 
+NOBODY = -1  # the user of an example whose user is not known
+
 
 @dataclass(frozen=True)
 class Example:
@@ -126,8 +128,8 @@ class User(Example):
 
     Attributes:
         max_examples: of a user in a round; of more examples a random subset is used.
-        user_attribute: attribute of the training data set with the user of each example; None: each index of the data
-            set is a list of one user's examples.
+        user_attribute: attribute of the training data set with the user of each example, -1 where nobody knows: such an
+            example is of no record; None: each index of the data set is a list of one user's examples.
         local_training: the user's vector is found by training; None: it is the mean gradient.
     """
 
@@ -181,7 +183,9 @@ class User(Example):
         examples: dict[int, list[int]] = defaultdict(list)
         for position, user in enumerate(user_of):
             examples[int(user)].append(position)
-        return Units([*examples.values()], self.max_examples, self.local_training is not None)
+        examples.pop(NOBODY, None)
+        # Sorted, so that the place of a user does not depend on which of its examples comes first.
+        return Units([examples[user] for user in sorted(examples)], self.max_examples, self.local_training is not None)
 
 
 class Units:
@@ -216,8 +220,20 @@ class Units:
         return len(drawn)
 
     def examples(self, dataset: Any, drawn: Any) -> list[Any]:
-        """The examples of what was drawn of a record, to be collated."""
-        return [dataset[position] for position in drawn]
+        """The examples of what was drawn of a record, to be collated; those that cannot be fetched are left out.
+
+        Raises:
+            Exception: that of the last one, if none can be fetched.
+        """
+        found, failed = [], None
+        for position in drawn:
+            try:
+                found.append(dataset[position])
+            except Exception as error:
+                failed = error
+        if failed is not None and not found:
+            raise failed
+        return found
 
 
 class _Lists(Units):

@@ -1,7 +1,7 @@
 """Users' texts as tokens: documents or blocks for a language model, and texts with labels for a classifier.
 
-A text is read and encoded by itself. A record without a text, a user or a known label contributes nothing, so that no
-refusal depends on a single training record. In the test set, which is public, an unknown label is refused.
+A text is read and encoded by itself. A training record without a text, a user or a known label stays in its place, and
+contributes nothing. In the test set, which is public, an unknown label is refused.
 """
 
 import warnings
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pandas import DataFrame, factorize
+from pandas import DataFrame
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError, RecordError, positive_integer
 from dpexp.training.classifier import scores_of
-from dpexp.training.data.raw import RawData, check_columns, in_part, rows_of, text_of, texts_of
+from dpexp.training.data.raw import RawData, check_columns, codes_of, in_part, rows_of, text_of, texts_of
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
 
@@ -33,7 +33,8 @@ class Tokens(Dataset):
         labels: the class of each text, IGNORED if unknown; None: the tokens are the labels, IGNORED where padded.
 
     Attributes:
-        user_of: the user of each text, if users are known.
+        usable: bool [N], of each text; an item of others raises a RecordError.
+        user_of: the user of each text, -1 where nobody knows, if there are users.
     """
 
     def __init__(self, texts: list[list[int]], length: int, pad: int, labels: list[int] | None = None) -> None:
@@ -41,6 +42,9 @@ class Tokens(Dataset):
         for row, text in zip(self.ids, texts, strict=True):
             row[: len(text)] = torch.tensor(text, dtype=torch.int32)
         self.sizes, self.labels = [len(text) for text in texts], labels
+        self.usable = torch.tensor(self.sizes) > (labels is None)
+        if labels is not None:
+            self.usable &= torch.tensor(labels) != IGNORED
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,7 +52,7 @@ class Tokens(Dataset):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         ids, is_token = self.ids[i].long(), torch.arange(self.ids.shape[1]) < self.sizes[i]
         labels = ids.masked_fill(~is_token, IGNORED) if self.labels is None else torch.tensor(self.labels[i])
-        if self.sizes[i] < 1 + (self.labels is None) or (self.labels is not None and self.labels[i] == IGNORED):
+        if not self.usable[i]:
             raise RecordError("data: a record has no text, no token to predict, or none of the labels.")
         return {"input_ids": ids, "attention_mask": is_token.long(), "labels": labels}
 
@@ -80,7 +84,7 @@ class _Texts(RawData):
 
     @cached_property
     def train(self) -> Tokens:
-        return self._encoded(self._rows("data.path", self._path))
+        return self._encoded(rows_of("data.path", self._path, self._text, self._fields))
 
     @cached_property
     def test(self) -> Tokens:
@@ -90,17 +94,14 @@ class _Texts(RawData):
     def _encoded(self, rows: DataFrame) -> Tokens:
         """The examples of these records."""
 
-    def _rows(self, key: str, path: str) -> DataFrame:
-        """The records of a file, some of which have a text."""
-        rows = rows_of(key, path, self._text)
-        check_columns(f"{key}={path}", rows, self._fields)
-        if not any(self._texts(rows)):
-            raise ConfigError(f"{key}={path} has no record with a text in {self._text}.")
-        return rows
-
     def _test_rows(self) -> DataFrame:
-        rows = self._rows("data.test_path", self._test_path)
-        return rows[[bool(text) for text in self._texts(rows)]]
+        """The test records that have a text."""
+        rows = rows_of("data.test_path", self._test_path, self._text)
+        check_columns(f"data.test_path={self._test_path}", rows, self._fields)
+        has_text = [bool(text) for text in self._texts(rows)]
+        if not any(has_text):
+            raise ConfigError(f"data.test_path={self._test_path} has no record with a text in {self._text}.")
+        return rows[has_text]
 
     def _texts(self, rows: DataFrame) -> list[str]:
         """Each record's text; "" if it is not a text."""
@@ -111,8 +112,8 @@ class _Texts(RawData):
         """The tokens of each record's text, cut at `length`; of a record without a text, none."""
         check_columns("data", rows, {self._text: "data.text"})
         texts = self._texts(rows)
-        encoded = self._tokenizer(texts, truncation=length is not None, max_length=length, verbose=False)
-        return [ids if text else [] for ids, text in zip(encoded["input_ids"], texts, strict=True)]
+        encoded = self._tokenizer(texts or [""], truncation=length is not None, max_length=length, verbose=False)
+        return [ids if text else [] for ids, text in zip(encoded["input_ids"], texts, strict=False)]
 
     def save(self, model: nn.Module, folder: Path, card: str) -> None:
         """Writes the adapters, if there are any, as a folder of peft with the card, and what the prompts give."""
@@ -144,7 +145,7 @@ class Documents(_Texts):
             )
         if privacy_unit == "user" and user is None:
             raise ConfigError("data.user=null: privacy_unit=user needs the name of the field with each record's user.")
-        self._one_block = unit == "block" and privacy_unit == "example"
+        self._one_block = unit == "block" and privacy_unit != "user"
         if self._one_block and adjacency not in ("replace_one", "replace_null"):
             raise ConfigError(
                 f"data.unit=block with privacy.adjacency={adjacency}: neighbours differ by one block replaced in "
@@ -160,16 +161,13 @@ class Documents(_Texts):
                 f"data.unit=block: ε protects a block of {self.length} tokens, replaced in place; a document of several"
                 " blocks is not protected as a whole, and nor is a person."
             )
-        rows = in_part(f"data.path={self._path}", self._rows("data.path", self._path), self._part)
-        if self._user is None:
-            return self._encoded(rows)
-        check_columns(f"data.path={self._path}", rows, {self._user: "data.user"})
-        users = texts_of(rows[self._user])
-        is_used = users.ne("").to_numpy() & [bool(ids) for ids in self._ids(rows)]
-        if not is_used.any():
-            raise ConfigError(f"data.path={self._path} has no record with both {self._text} and {self._user}.")
-        data, codes = self._encoded(rows[is_used]), factorize(users[is_used])[0].tolist()
-        data.user_of = [codes[k] for k in self._sources]  # type: ignore[attr-defined]
+        named = self._fields | ({self._user: "data.user"} if self._user else {})
+        named |= {self._part["column"]: "data.part.column"} if self._part else {}
+        rows = in_part(f"data.path={self._path}", rows_of("data.path", self._path, self._text, named), self._part)
+        data = self._encoded(rows)
+        if self._user is not None:
+            codes = codes_of(texts_of(rows[self._user]))
+            data.user_of = codes[self._sources].tolist()  # type: ignore[attr-defined]
         return data
 
     def _encoded(self, rows: DataFrame) -> Tokens:

@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
+from dpexp.rows import PLAIN
 from dpexp.training.classifier import scores_of
 from dpexp.training.data.datasets import TensorData
 from dpexp.training.pretrained import load_weights
@@ -68,11 +69,11 @@ class Features(TensorData):
             return cached_features(dataset.tensors[0], by, Path(cache).expanduser()), dataset.tensors[1]
 
         super().__init__(features(train), features(test))
+        train = copy.copy(train)  # with its users, and which rows can be used
+        train.tensors, self.train = self.train.tensors, train
         is_test = validation.tensors[0] is test.tensors[0]
         self._validation = self.test if is_test else TensorDataset(*features(validation))
         self.of, self.class_names = of, getattr(of, "class_names", None)
-        if (users := getattr(train, "user_of", None)) is not None:
-            self.train.user_of = users
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self._validation, 1000)
@@ -97,7 +98,7 @@ def _records(of: pl.LightningDataModule, name: str) -> TensorDataset:
             f"data.features_of: the {name} loader has a collate_fn of its own, which would be dropped; give a "
             "TensorDataset of what it makes."
         )
-    if not (type(dataset) is TensorDataset and len(dataset.tensors) == 2):
+    if not (type(dataset) in PLAIN and len(dataset.tensors) == 2):  # type: ignore
         raise ConfigError(
             f"data.features_of: the {name} set of {type(of).__name__} is a {type(dataset).__name__} that may give "
             "other records each time; features need a TensorDataset of (x, y)."

@@ -1,7 +1,7 @@
 """Users' images in folders, and data sets in Hugging Face's format, in memory.
 
-A training record that cannot be read, or is of no known class, contributes nothing, so that no refusal depends on a
-single record. Test records are public: one that cannot be read is named.
+A training record that cannot be read, or is of no known class, stays in its place and contributes nothing. Test records
+are public: one that cannot be read is named.
 """
 
 import os
@@ -21,13 +21,15 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
+from dpexp.rows import PlacedRows
 from dpexp.training.data.raw import RawData, check_columns
 
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_UNUSABLE = "data: a record cannot be read, or is of no known class."
 
 
 class Images(RawData):
-    """Images in files FOLDER/CLASS/FILE, resized and scaled to [-1, 1].
+    """Images in files FOLDER/CLASS/FILE, resized and scaled to [-1, 1], in the order of FILE.
 
     Args:
         path: the folder of training images; test_path: that of test images, which are taken as public.
@@ -70,14 +72,19 @@ class Images(RawData):
     def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
         """Where they are, their number, and a function of i that gives a record's value and class."""
         key, path = ("data.test_path" if in_test else "data.path"), self._paths[in_test]
-        files = [(file, folder.name) for folder in class_folders(key, path) for file in _images_in(folder)]
-        return f"{key}={path}", len(files), files.__getitem__
+        files = [
+            (file.relative_to(folder), folder.name, file)
+            for folder in class_folders(key, path)
+            for file in _images_in(folder)
+        ]
+        files.sort()  # by name, so that an image's class does not move others
+        return f"{key}={path}", len(files), lambda i: (files[i][2], files[i][1])
 
     def _read(
         self, where: str, count: int, record: Callable[[int], tuple[Any, Any]], is_public: bool
     ) -> TensorDataset:  # fmt: skip
-        """The records that can be read."""
-        x, y = np.empty((count, *self._shape), np.float32), np.empty(count, np.int64)
+        """The records, all of which can be read if they are public."""
+        x, y = np.zeros((count, *self._shape), np.float32), np.zeros(count, np.int64)
         codes = {key: k for k, name in enumerate(self.class_names) for key in (name, k)}
 
         def read(i: int) -> bool:
@@ -98,10 +105,12 @@ class Images(RawData):
         with ThreadPoolExecutor() as pool, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of single images
             is_read = np.array([*pool.map(read, range(count))], bool)
-        if not is_read.any():
+        tensors = torch.from_numpy(x), torch.from_numpy(y)
+        if not is_public:
+            return PlacedRows(*tensors, usable=torch.from_numpy(is_read), reason=_UNUSABLE)
+        if not count:
             raise ConfigError(f"{where} holds no record that can be read of the classes {', '.join(self.class_names)}.")
-        x, y = (x, y) if is_read.all() else (x[is_read], y[is_read])
-        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        return TensorDataset(*tensors)
 
     def _encoded(self, value: Any) -> np.ndarray:
         if not isinstance(value, str | bytes | Path):

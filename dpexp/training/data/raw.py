@@ -1,5 +1,6 @@
 """Data sets in memory, whose test set is taken as public, and a reader of users' files."""
 
+import csv
 import hashlib
 import json
 import os
@@ -8,14 +9,17 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from pandas import NA, ArrowDtype, DataFrame, Series, StringDtype, read_csv
+from pandas import NA, ArrowDtype, DataFrame, Series, StringDtype, concat, factorize
 from pandas.io.common import get_handle
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
@@ -23,6 +27,9 @@ from dpexp.training.classifier import scores_of
 
 _BATCH = 1000  # inputs that a model predicts for at once
 _DELIMITERS = ",;\t|"
+_LONGEST = 2**31 - 1  # characters of a field in a CSV file
+_END = 'the"end'  # a line after all others, which is a row by itself unless a quote is open
+_AT_ONCE = 100_000  # rows of a CSV file that are held as lists
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
 
@@ -34,6 +41,8 @@ class InMemory(pl.LightningDataModule):
         class_names: of a classifier's classes, in order, if they have names.
         batch_size, num_workers: of the training loader, for non-private training; private training draws its own
             samples. A job sets both.
+        usable_only: the training loader leaves out rows that cannot be used, for non-private training; in private
+            training they keep their places. A job sets it.
     """
 
     train: Any
@@ -41,10 +50,14 @@ class InMemory(pl.LightningDataModule):
     class_names: Sequence[str] | None = None
     batch_size = 256
     num_workers = 0
+    usable_only = False
 
     def train_dataloader(self) -> DataLoader:
         _ = self.test  # a mistake in it is found before training
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
+        train = self.train
+        if self.usable_only and (usable := getattr(train, "usable", None)) is not None:
+            train = Subset(train, usable.nonzero().flatten().tolist())
+        return DataLoader(train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader:
         return self.test_dataloader()
@@ -98,30 +111,36 @@ class RawData(InMemory):
         return DataFrame({"prediction": best} | columns, index=inputs.index)
 
 
-def rows_of(key: str, path: str, text: str | None = None) -> DataFrame:
+def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, str] | None = None) -> DataFrame:
     """The rows of a file in UTF-8: of Parquet, of lines of JSON (.jsonl or .json), or of CSV, in which every
     value is a text.
+
+    Private rows stay in their places, whatever they hold: a line that is blank, no object, or has more or fewer fields
+    than the header is a row without any value. Of public rows, blank lines are left out.
 
     Args:
         key: the configuration key of the path, for messages.
         text: the column of documents; a file of any other kind than .csv is then a text of them, between blank lines.
+        named: of private rows, the columns that are needed, each with the option that names it, or {} for all; None: of
+            public rows.
 
     Raises:
-        ConfigError: the file cannot be read so.
+        ConfigError: the file cannot be read so, or private rows lack a column.
     """
     file = Path(os.path.expanduser(path))
     kinds = {suffix.lower() for suffix in file.suffixes}
     try:
         if ".parquet" in kinds:
-            return _parquet(f"{key}={path}", file)
-        if ".csv" in kinds or (text is None and not kinds & {".jsonl", ".json"}):
-            return _csv(f"{key}={path}", file)
-        with opened(file) as source:
-            content = source.handle.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
-        if kinds & {".jsonl", ".json"}:
-            return DataFrame([_parsed(line) for line in content.split("\n") if line.strip()], dtype=object)
-        texts = re.split(r"\n(?:[ \t]*\n)+", content)
-        return DataFrame({text: [one.strip() for one in texts if one.strip()]}, dtype=object)
+            rows = _parquet(f"{key}={path}", file)
+        elif kinds & {".jsonl", ".json"}:
+            rows = _json(file, named)
+        elif text is None or ".csv" in kinds:
+            rows = _csv(f"{key}={path}", file, named is None)
+        else:
+            texts = re.split(r"\n(?:[ \t]*\n)+", _content(file, "replace").replace("\r\n", "\n"))
+            rows = DataFrame({text: [one.strip() for one in texts if one.strip()]}, dtype=object)
+        check_columns(f"{key}={path}", rows, named or {})
+        return rows
     except ConfigError:
         raise
     except UnicodeError as error:
@@ -139,12 +158,40 @@ def _parquet(where: str, file: Path) -> DataFrame:
     return DataFrame(dict(zip(found.column_names, map(_series, found.columns), strict=True)))
 
 
-def _csv(where: str, file: Path) -> DataFrame:
-    form: Any = {"dtype": str, "keep_default_na": False, "skipinitialspace": True, "sep": delimiter_of(file)}
-    rows = read_csv(file, header=None, **form)
-    names = rows.iloc[0].tolist()  # beyond which no row may reach
+def _json(file: Path, named: Mapping[str, str] | None) -> DataFrame:
+    lines = _content(file, "replace").removesuffix("\n").split("\n")
+    found = [_parsed(line) for line in lines if named is not None or line.strip()]
+    return DataFrame(found, columns=[*named] if named else None, dtype=object)
+
+
+def _csv(where: str, file: Path, is_public: bool) -> DataFrame:
+    delimiter = delimiter_of(file)
+    content = _content(file, "strict" if is_public else "replace")
+    csv.field_size_limit(_LONGEST)
+    reader = csv.reader(chain(StringIO(content, newline=""), [_END]), delimiter=delimiter, skipinitialspace=True)
+    names = next(filter(None, reader))
+    if names == [_END]:
+        raise ValueError("No columns to read from file")
     _check_names(where, [name.strip() for name in names])
-    return rows[1:].set_axis(names, axis=1).fillna("").reset_index(drop=True)
+    parts, rows, last = [], [], []
+    for last in reader:
+        missing = len(names) - len(last)
+        if is_public and missing < 0:
+            raise ValueError(f"Expected {len(names)} fields in line {reader.line_num}, saw {len(last)}")
+        if last or not is_public:
+            kept = last if is_public or not missing else []
+            rows.append(kept + [""] * (len(names) - len(kept)))
+        if len(rows) == _AT_ONCE:
+            parts.append(DataFrame(rows, columns=names, dtype=str))
+            rows = []
+    if last != [_END]:
+        raise ValueError("a quote is never closed")
+    return concat([*parts, DataFrame(rows, columns=names, dtype=str)], ignore_index=True)[:-1]
+
+
+def _content(file: Path, errors: str) -> str:
+    with opened(file) as source:
+        return source.handle.read().decode("utf-8-sig", errors)  # type: ignore[no-any-return]
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -179,6 +226,11 @@ def in_part(where: str, rows: DataFrame, part: Mapping[str, Any] | None) -> Data
         return rows
     check_columns(where, rows, {part["column"]: "data.part.column"})
     return rows.loc[[part["low"] <= hash_of(text) < part["high"] for text in texts_of(rows[part["column"]])]]
+
+
+def codes_of(people: Series) -> np.ndarray:
+    """int64 [N]: a number for each person, in the order of their texts; -1 where there is none."""
+    return factorize(people.where(people.ne("")), sort=True)[0]
 
 
 def hash_of(text: str) -> float:

@@ -1,8 +1,8 @@
 """Users' tables, in CSV or Parquet, encoded by a schema of public facts.
 
-A row is encoded by itself. A value that is missing, no number, no date, or in no category contributes zeros, and a row
-without a target or a person contributes nothing. In test rows, which are public, a warning counts such values. A file
-that is no table at all, as by a quote that is never closed, is refused.
+A row is encoded by itself. A value that is missing, no number, no date, or in no category contributes zeros. A training
+row without a target or a person stays in its place, and contributes nothing. In test rows, which are public, a warning
+counts such values. A file that is no table at all, as by a quote that is never closed, is refused.
 """
 
 import os
@@ -17,20 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from pandas import DataFrame, Index, Series, factorize, to_numeric
+from pandas import DataFrame, Index, Series, to_numeric
 from pandas.api.types import is_float_dtype, is_integer_dtype
 from pandas.util import hash_pandas_object
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.raw import RawData, check_columns, in_part, rows_of, text_of, texts_of
+from dpexp.rows import PlacedRows
+from dpexp.training.data.raw import RawData, check_columns, codes_of, in_part, rows_of, text_of, texts_of
 
 # Kinds of columns, with the facts that each needs, and those that it may have:
 KINDS = {"number": ("min", "max"), "category": ("values",), "date": ("min", "max"), "ignored": ()}
 OPTIONS = {"number": ("decimal", "thousands"), "category": (), "date": ("format",), "ignored": ()}
 _SIZES = {"number": 2, "date": 6, "ignored": 0}  # features
 MISSING = ("", "na", "n/a", "nan", "nat", "none", "null")  # in lower case
+_UNUSABLE = "data: a row has no known target, no known person, or more or fewer fields than the header."
 
 
 class Table(RawData):
@@ -47,7 +49,8 @@ class Table(RawData):
         target: the column to predict.
         person: `row`, or the column that identifies a person, whose rows are then one user's (`user_of`).
         test_path: the test rows, which are taken as public; or
-        test_hash: {column, fraction}: rows with a hash of this column below the fraction are test rows.
+        test_hash: {column, fraction}: rows with a hash of this column below the fraction are test rows; those
+            with nothing in it are training rows.
         part: {column, low, high}: only training rows with a hash of this column in the range are used (`in_part`).
     """
 
@@ -64,6 +67,8 @@ class Table(RawData):
         self._test_hash, self._part = test_hash, part
         self._columns = {name: facts for name, facts in columns.items() if name not in (target, person)}
         self._used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
+        named = {} if person == "row" else {person: "data.person"}
+        self._named = self._used | {target: "data.target"} | named
         self._facts = columns[target]
         self.class_names = self._facts.get("values")
         if (test_path is None) == (test_hash is None):
@@ -119,32 +124,36 @@ class Table(RawData):
 
     def _data_set(self, key: str, path: str, in_test: bool | None) -> TensorDataset:
         rows, where = self._split(key, path, in_test), f"{key}={path}"
-        named = {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
-        check_columns(where, rows, self._used | named)
+        check_columns(where, rows, self._named)
         y, parts = _encoded(rows[self._target], self._facts), self._parts(rows)
-        known = _known(y, self._facts)
-        if self._person != "row":
-            people = texts_of(rows[self._person])
-            known &= people.ne("").to_numpy()
-        if not known.any():
-            raise ConfigError(f"{where} has no row whose {self._target} is {_wanted(self._facts)}.")
+        known = torch.from_numpy(_known(y, self._facts))
+        x, labels = torch.from_numpy(np.concatenate([*parts.values()], 1)), torch.from_numpy(y)
+        labels = labels.argmax(1) if self.class_names else labels[:, 0]
         if in_test is not False:
             self._report(where, rows, {self._target: y} | parts, refuse=True)
-        x, labels = (torch.from_numpy(part[known]) for part in (np.concatenate([*parts.values()], 1), y))
-        data = TensorDataset(x, labels.argmax(1) if self.class_names else labels[:, 0])
-        if self._person != "row":
-            data.user_of = torch.from_numpy(factorize(people[known])[0])  # type: ignore[attr-defined]
+            return TensorDataset(x[known], labels[known])
+        if self._person == "row":
+            return PlacedRows(x, labels, usable=known, reason=_UNUSABLE)
+        codes = torch.from_numpy(codes_of(texts_of(rows[self._person])))
+        data = PlacedRows(x, labels, usable=known & (codes >= 0), reason=_UNUSABLE)
+        data.user_of = codes  # type: ignore[attr-defined]
         return data
 
     def _split(self, key: str, path: str, in_test: bool | None) -> DataFrame:
         """The rows of a file; only those in the test set, or those of the part that are not in it."""
-        rows = in_part(f"{key}={path}", rows_of(key, path), self._part if in_test is False else None)
-        if self._test_hash is None or in_test is None:
-            return rows
-        column = self._test_hash["column"]
-        check_columns(f"{key}={path}", rows, {column: "data.test_hash.column"})
-        hashed = hash_pandas_object(texts_of(rows[column]).astype(object), index=False).to_numpy()
-        return rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
+        if in_test is None:
+            return rows_of(key, path)
+        named = self._named | ({self._part["column"]: "data.part.column"} if self._part else {})
+        if self._test_hash is not None:
+            column = self._test_hash["column"]
+            named |= dict.fromkeys(self._columns, "data.schema") | {column: "data.test_hash.column"}
+        rows = rows_of(key, path, named=named)
+        if self._test_hash is not None:
+            ids = texts_of(rows[column]).astype(object)
+            hashed = hash_pandas_object(ids, index=False).to_numpy()
+            is_test = (hashed < self._test_hash["fraction"] * 2.0**64) & ids.ne("").to_numpy()
+            rows = rows[is_test == in_test]
+        return rows if in_test else in_part(f"{key}={path}", rows, self._part)
 
 
 def _encoded(values: Series, facts: Mapping[str, Any]) -> np.ndarray:
