@@ -65,7 +65,7 @@ def copies(
             own_owner = own if owner is module else None
             if owner is not None and owner is not module:
                 own_owner = _copy_of_owner(owner, known, parts, hidden)
-            around.callback(_copy_class_data({*map(type, module.modules()), type(owner)}, shared))
+            around.callback(_copy_class_data({*map(type, module.modules()), type(owner)}, known, shared))
         yield own, own_owner
 
 
@@ -108,15 +108,15 @@ def _copy_of_owner(owner: Any, known: dict[int, Any], parts: Sequence[str], hidd
     return made
 
 
-def _copy_class_data(kinds: set[type], shared: tuple[type, ...]) -> Callable[[], None]:
-    """Gives users' classes, and their bases, copies of the data that they hold. Returns what undoes that, and all that
-    was set on them since."""
+def _copy_class_data(kinds: set[type], known: dict[int, Any], shared: tuple[type, ...]) -> Callable[[], None]:
+    """Gives users' classes, and their bases, copies of the data that they hold, but for what is shared. Returns what
+    undoes that, and all that was set on them since."""
     before = {base: dict(vars(base)) for kind in kinds for base in kind.__mro__ if _is_users(base)}
     for kind in before:
         for name, value in _data_of(kind).items():
             if not isinstance(value, shared):
                 with suppress(Exception):
-                    setattr(kind, name, copy.deepcopy(value))
+                    setattr(kind, name, copy.deepcopy(value, known))
 
     def undo() -> None:
         for kind, held in before.items():
