@@ -17,7 +17,7 @@ from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.accounting.independent import estimates
 from dpexp.accounting.ledger import Ledger, incomplete_reason, ledger_so_far
 from dpexp.accounting.ledger.events import is_number, neighbours
-from dpexp.accounting.ledger.integrity import end_of, read_end
+from dpexp.accounting.ledger.integrity import read_end
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import FIGURES, TAIL, gaussian, in_words, risk
 from dpexp.accounting.rounding import up
@@ -92,7 +92,13 @@ def verify(arguments: Sequence[str]) -> None:
         raise ClaimRefuted(f"the ledger {file} is not the one that {path} certifies: its SHA-256 is {found}.")
     _print(own, ledger)
     wrong = [f"{section} is not part of it" for section in said.keys() - own.keys()]
-    wrong += _wrong_facts(own, said, file)
+    for section in ("run", "terms"):
+        facts, given = own[section], said.get(section, {})
+        wrong += [
+            f"{section}.{key} is not what the ledger says"
+            for key in facts | given
+            if _text(given.get(key)) != _text(facts.get(key))
+        ]
     for name in own["guarantee"] | said["guarantee"]:
         claim, found = said["guarantee"].get(name), own["guarantee"].get(name)
         holds = is_number(claim) and is_number(found) and claim >= found * (1 - _TOLERANCE)
@@ -110,31 +116,19 @@ def verify(arguments: Sequence[str]) -> None:
         console.print(f"Not recomputed by {other}: {error}")
     if wrong:
         raise ClaimRefuted(f"{path} is refuted: {'; '.join(wrong)}.")
-    verdict = PLAN if is_plan(own) else "Verified"
+    verdict = PLAN if _is_plan(own) else "Verified"
     console.print(
         f"[bold]{verdict}[/]: the certificate says what its ledger does, whose cost ε = {claimed} covers, {checked}."
     )
 
 
-def is_plan(statement: Mapping[str, Any]) -> bool:
-    """Whether the certified ledger is of a plan: it lacks the number that each run's has."""
-    return "planned" in statement["run"]["ledger"]
-
-
-def _wrong_facts(own: Mapping[str, Any], said: Mapping[str, Any], ledger: Path) -> list[str]:
-    """What a certificate says under `run` and `terms` that does not follow from the ledger; true is not 1."""
-    wrong = [
-        f"{section}.{key} is not what the ledger says"
-        for section in ("run", "terms")
-        for key in own[section] | said.get(section, {})
-        if _text(said.get(section, {}).get(key)) != _text(own[section].get(key))
-    ]
-    if said["run"]["ledger"].get("complete") is True and read_end(ledger) is None:
-        wrong.append(f"it calls the ledger complete, which only {end_of(ledger).name} beside it can show")
-    return wrong
+def _is_plan(statement: Mapping[str, Any]) -> bool:
+    """Whether the certified ledger lacks the number that each run's has."""
+    return statement["run"]["ledger"]["run"] is None
 
 
 def _text(value: Any) -> str:
+    """A value as JSON, which tells true from 1."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -165,7 +159,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
         name, terms = said["run"]["ledger"]["file"], said["terms"]
         numbers = said["guarantee"]["delta"], said["guarantee"]["epsilon"]
         can_be_read = all(map(is_number, numbers)) and isinstance(terms, dict) and name.isprintable()
-        if _text(said["dpexp_certificate"]) != _text(VERSION) or not can_be_read:
+        if said["dpexp_certificate"] != VERSION or not can_be_read:
             raise ValueError
         return said, path.parent / Path(name).name
     except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
@@ -181,7 +175,6 @@ def _content(path: Path) -> bytes:
 def _statement(path: Path, content: bytes, ledger: Ledger, delta: float) -> dict[str, Any]:
     """The content of a certificate: what follows from the ledger at `path`, the terms, and what computed it."""
     figures = risk(ledger).figures()
-    number = json.loads(content.partition(b"\n")[0]).get("run")
     return {
         "dpexp_certificate": VERSION,
         "guarantee": {
@@ -201,8 +194,7 @@ def _statement(path: Path, content: bytes, ledger: Ledger, delta: float) -> dict
             "ledger": {
                 "file": path.name,
                 "sha256": hashlib.sha256(content).hexdigest(),
-                "run": number,
-                **({"planned": True} if ledger and number is None else {}),
+                "run": json.loads(content.partition(b"\n")[0]).get("run"),
                 "complete": not ledger.incomplete and read_end(path) is not None,
                 "part_of_data": str(ledger.part) if ledger.part else None,
             },
@@ -233,7 +225,7 @@ def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
     rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
     rounds = f"{ledger.training_rounds or 'no'} rounds{releases_before_training(ledger)}"
-    plan = f"[bold red]{PLAN}[/]: " * is_plan(statement)
+    plan = f"[bold red]{PLAN}[/]: " * _is_plan(statement)
     console.print(f"{plan}ε = {rounded} by pld at δ = {at}, {escape(holds)}; {rounds}")
     figures = {name: guarantee[name] for name in FIGURES if guarantee[name] is not None}
     console.print(f"In words: {escape(in_words(figures, ledger.unit))}{gaussian(figures)}")
@@ -241,5 +233,5 @@ def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
         console.print(f"[bold red]ε does not cover all that the run shows[/]: {escape(ledger.not_private_reason)}.")
     if ledger.incomplete:
         console.print(f"[bold red]The ledger ends early[/]: {escape(incomplete_reason(ledger))}.")
-    elif not (statement["run"]["ledger"]["complete"] or is_plan(statement)):
+    elif not (statement["run"]["ledger"]["complete"] or _is_plan(statement)):
         console.print(f"[bold red]More may have been spent[/]: {escape(str(ledger.unverified))}.")

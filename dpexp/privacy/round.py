@@ -109,7 +109,7 @@ class PrivateRound:
             sample_sizes(plan.sampling, plan.n), plan.rounds, performance.compile, data_memory or Memory(),
         )  # fmt: skip
         self._begun = 0  # rounds
-        self._succeeded = False
+        self._succeeded = 0
         self._contributed = False  # a record has, in any process
         self._failed = 0
         self._not_finite = 0
@@ -185,8 +185,8 @@ class PrivateRound:
             return
         counts = self._processes.gathered([self._succeeded, self._failed, self._not_finite])
         succeeded, failed, not_finite = map(sum, zip(*counts, strict=True))
-        self._contributed = succeeded > 0
-        if self._contributed:
+        if succeeded:
+            self._contributed = True
             return
         reason, useless = self._reason_of_failure, failed + not_finite
         if failed > 1 and reason is not None:
@@ -221,13 +221,12 @@ class PrivateRound:
     def _note(self, found: dict[str, Tensor]) -> None:
         size = len(found["loss"])
         failed = int((~found["in_range"]).sum())
-        if not self._contributed:
-            finite = int((found["in_range"] & found["finite"]).sum())
-            self._succeeded = self._succeeded or finite > 0
-            self._not_finite += size - failed - finite
+        finite = int((found["in_range"] & found["finite"]).sum())
+        self._succeeded += finite
+        self._not_finite += size - failed - finite
         if failed:
             self.skip(failed, RecordError("an index or a label is out of range."))
-        if size > 1 and "finite" not in self._warned and not bool(found["finite"].any()):
+        if size > 1 and "finite" not in self._warned and not failed + finite:
             self._warned.add("finite")
             warnings.warn("no record of a chunk has finite gradients; they contribute nothing.")
         if self.observe:
