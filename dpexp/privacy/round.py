@@ -28,14 +28,7 @@ from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.training_memory import Memory
 
-_MAX_FAILED = 64  # records without a loss, while none ever contributed, after which a round ends early
-# Epochs' worth of records that are not finite, after which a job ends. Of records that are sampled at random, one that
-# could contribute was drawn by then but for a probability of 5e-5: no single sample decides.
-_MAX_NOT_FINITE = 10
-_NOT_FINITE = (
-    "no record ever contributed: the loss of each, its gradient or a value that it releases was NaN or infinite; check "
-    "the data for NaN, and the loss for divisions by zero and logarithms of it."
-)
+_MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early
 
 
 @dataclass(frozen=True)
@@ -110,11 +103,9 @@ class PrivateRound:
             module, alone, self._clip, self.device, usual_rows(plan.sampling, plan.n, performance.max_records),
             sample_sizes(plan.sampling, plan.n), plan.rounds, performance.compile, data_memory or Memory(),
         )  # fmt: skip
-        self._begun = 0  # rounds
-        self._succeeded = 0
+        self._succeeded = False
         self._contributed = False  # a record has, in any process
         self._failed = 0
-        self._not_finite = 0
         self._reason_of_failure: Exception | None = None
         self._warned: set[str] = set()
         self.observe = observe
@@ -139,7 +130,6 @@ class PrivateRound:
         )
         self._sums = {}
         self.observations = []
-        self._begun += 1
 
     def add_chunk(self, step: TrainingStep | Callable[[nn.Module, Any], Any], batch: Any, size: int) -> None:
         """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing.
@@ -180,24 +170,18 @@ class PrivateRound:
         """Ends the sample.
 
         Raises:
-            ConfigError, or the last record's error: none ever contributed in any process, and more than one record
-                failed; or those that were not finite are `_MAX_NOT_FINITE` times as many as there are records, or more
-                than one by the end of the last of all rounds.
+            ConfigError, or the last record's error: more than one record failed, and none ever contributed in any
+                process.
         """
         if self._contributed:  # equal in all processes
             return
-        counts = self._processes.gathered([self._succeeded, self._failed, self._not_finite])
-        succeeded, failed, not_finite = map(sum, zip(*counts, strict=True))
-        if succeeded:
-            self._contributed = True
-            return
-        reason, useless = self._reason_of_failure, failed + not_finite
-        if failed > 1 and reason is not None:
+        counts = self._processes.gathered([self._succeeded, self._failed])
+        self._contributed = any(succeeded for succeeded, _ in counts)
+        reason = self._reason_of_failure
+        if not self._contributed and reason is not None and sum(failed for _, failed in counts) > 1:
             if isinstance(reason, RecordError):
                 raise ConfigError(str(reason)) from reason
             raise reason
-        if useless > 1 and (self._begun == self.plan.rounds or useless >= _MAX_NOT_FINITE * self.plan.n):
-            raise ConfigError(_NOT_FINITE)
 
     def release(self, ledger: LedgerWriter | SharedLedger) -> dict[str, Tensor]:
         """Writes the sum query events, then returns v̂ = (Σ_i c_i v^i + α N(0, σ̃²)) / qn, by parameter or metric key.
@@ -224,12 +208,10 @@ class PrivateRound:
     def _note(self, found: dict[str, Tensor]) -> None:
         size = len(found["loss"])
         failed = int((~found["in_range"]).sum())
-        finite = int((found["in_range"] & found["finite"]).sum())
-        self._succeeded += finite
-        self._not_finite += size - failed - finite
+        self._succeeded = self._succeeded or failed < size
         if failed:
             self.skip(failed, RecordError("an index or a label is out of range."))
-        if size > 1 and "finite" not in self._warned and not failed + finite:
+        if size > 1 and "finite" not in self._warned and not bool(found["finite"].any()):
             self._warned.add("finite")
             warnings.warn("no record of a chunk has finite gradients; they contribute nothing.")
         if self.observe:

@@ -5,8 +5,6 @@ import os
 import random
 import signal
 import weakref
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +31,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream, seed_everything
 from dpexp.privacy.sampling.privacy_unit import Microbatch
 
@@ -95,53 +92,6 @@ def test_one_bad_record_ends_no_training_wherever_it_stands(tmp_path, bad, place
     }[bad]  # fmt: skip
     loader = DataLoader(Missing([*good[:place], item, *good[place:]]), batch_size=2)
     assert_as_by_hand(tmp_path, stepping(step), loader, rows(5), callback={"max_physical_batch_size": 8})
-
-
-def fit(folder, x, steps=3, step=F.cross_entropy, **choices):
-    """Logistic regression on rows x, all rounds of it."""
-    module, run = stepping(lambda m, x, y: step(m.net(x), y), nn.Linear(4, CLASSES)), trainer()
-    choices = {"sampling": "full_batch", "q": 1.0} | choices
-    plan = plan_of(module, n=len(x), steps=steps, noise_multiplier=1.0, **choices)
-    run.callbacks.append(dpexp.PrivacyCallback(plan, folder / "ledger.jsonl"))
-    run.fit(module, DataLoader(TensorDataset(x.double(), torch.zeros(len(x), dtype=torch.long)), 4))
-    assert len(read_ledger(folder / "ledger.jsonl")) == run.global_step == steps
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_if_no_record_is_finite_the_job_ends_and_if_one_is_it_goes_on(tmp_path, bad):
-    """One record alone never ends a job that another would not: also sampled at random, in small samples."""
-    x = torch.full((9, 4), bad)
-    with pytest.raises(ConfigError, match="no record ever contributed: the loss of each, its gradient or a value"):
-        fit(tmp_path, x)
-    assert len(read_ledger(tmp_path / "ledger.jsonl")) == 2, "the last round is not released"
-    (tmp_path / "ledger.jsonl").unlink()
-    with pytest.raises(ConfigError, match="no record ever contributed"):  # ten epochs' worth of them
-        fit(tmp_path, x, steps=30)
-    assert len(read_ledger(tmp_path / "ledger.jsonl")) == 9
-    (tmp_path / "ledger.jsonl").unlink()
-    x[4] = 1.0
-    fit(tmp_path, x)
-    (tmp_path / "ledger.jsonl").unlink()
-    fit(tmp_path, x, steps=40, sampling="poisson", q=0.25)
-    (tmp_path / "ledger.jsonl").unlink()
-    fit(tmp_path, x[:1], steps=1)
-
-
-def test_steps_that_are_seldom_finite_by_chance_end_no_job(tmp_path):
-    def step(scores, y):
-        return F.cross_entropy(scores, y) / (torch.rand(()) < 0.3)
-
-    fit(tmp_path, torch.ones(9, 4), steps=20, step=step, sampling="poisson", q=0.3)
-
-
-@pytest.mark.parametrize("others, words", [([1, 0, 0], None), ([0, 0, 5], "no record ever"), ([0, 2, 0], "no record")])
-def test_a_process_without_a_finite_record_goes_on_if_another_has_one(others, words):
-    engine = engine_of(nn.Linear(4, 3), rounds=1)
-    engine._processes = SimpleNamespace(is_single=False, gathered=lambda own: [[int(count) for count in own], others])
-    engine.begin()
-    engine.add_chunk(lambda m, x: m(x).sum(), torch.full((2, 1, 4), torch.nan), 2)
-    with pytest.raises(ConfigError, match=words) if words else nullcontext():
-        engine.end()
 
 
 # Records that are not what they say
