@@ -24,19 +24,12 @@ _NOT_SUPPORTED = (
     "auto_find_batch_size",
 )  # fmt: skip
 _JOINS_ROWS = ("packing", "padding_free")
-# Attributes of a Trainer that belong to the run, of which compute_loss may read numbers; those that it may not read;
-# and methods that PrivateTrainer calls besides.
+# Attributes of a Trainer that belong to the run, of which compute_loss may read numbers; and methods that are called
+# besides.
 _PARTS = (
-    "args",
-    "state",
-    "control",
-    "callback_handler",
-    "accelerator",
-    "processing_class",
-    "optimizer",
-    "lr_scheduler",
-)
-_HIDDEN = ("train_dataset", "eval_dataset", "data_collator")
+    "args", "state", "control", "callback_handler", "accelerator", "processing_class", "optimizer", "lr_scheduler",
+    "private", "train_dataset", "eval_dataset", "data_collator",
+)  # fmt: skip
 _METHODS = ("log", "evaluate", "evaluation_loop", "prediction_step", "save_model", "train")
 
 
@@ -172,7 +165,7 @@ class _Rounds(Private):
         self._logged: set[str] = set()
 
     def _training_step(self, loss_of: Callable[..., Any]) -> TrainingStep:
-        return TrainingStep(_loss, self.model, self._trainer, loss_of, _PARTS, _HIDDEN, self._logged)
+        return TrainingStep(_loss, self.model, self._trainer, loss_of, _PARTS, self._logged)
 
     def _optimize(self) -> None:
         self._trainer.event("pre_optimizer_step")

@@ -170,15 +170,16 @@ class PrivateRound:
         """Ends the sample.
 
         Raises:
-            ConfigError, or the last record's error: more than one record failed, and none ever contributed in any
-                process.
+            ConfigError, or the last record's error: 64 records failed, or as many as there are, and none ever
+                contributed in any process.
         """
         if self._contributed:  # equal in all processes
             return
         counts = self._processes.gathered([self._succeeded, self._failed])
         self._contributed = any(succeeded for succeeded, _ in counts)
         reason = self._reason_of_failure
-        if not self._contributed and reason is not None and sum(failed for _, failed in counts) > 1:
+        enough = min(_MAX_FAILED, self.plan.n)
+        if not self._contributed and reason is not None and sum(failed for _, failed in counts) >= enough:
             if isinstance(reason, RecordError):
                 raise ConfigError(str(reason)) from reason
             raise reason

@@ -8,9 +8,10 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
@@ -25,7 +26,7 @@ from dpexp._torch_compat import own_tensors
 from dpexp.errors import ConfigError
 
 _DATA = (Dataset, DataLoader, pl.LightningDataModule, torch.optim.Optimizer)
-_SHARED = (np.ndarray, *_DATA)
+_VALUES = (int, float, str, type(None), torch.dtype, torch.device, Path, Enum)
 
 
 def _clone(t: Tensor) -> Tensor:
@@ -37,26 +38,24 @@ def _clone(t: Tensor) -> Tensor:
 
 @contextmanager
 def copies(
-    module: nn.Module, owner: Any = None, parts: Sequence[str] = (), hidden: Sequence[str] = (),
-    tensor: Callable[[Tensor], Tensor] | None = None,
-) -> Iterator[tuple[Any, Any]]:  # fmt: skip
+    module: nn.Module, owner: Any = None, parts: Sequence[str] = (), tensor: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Copies of a module and of its step's owner, and of all objects and containers that are reached from them.
 
-    The module's parameters and data are shared. An attribute of a module that cannot be copied is shared, too; one of
-    another owner cannot be read. Meanwhile users' classes hold copies of their data, too, and what is set on a class is
-    undone.
+    The module's parameters are shared. In the place of data sets and optimizers is a `View`. An attribute of a module
+    that cannot be copied is shared; one of another owner cannot be read. Meanwhile the classes of layers and owner hold
+    copies of their data, too, and what is set on these classes is undone.
 
     Args:
         owner: the module itself, another object, or None.
         parts: names of the owner's attributes in whose place the copy has a `View`, as Lightning's modules have of
             their Trainer.
-        hidden: names of those that it lacks.
         tensor: what takes a tensor's place in the copy, whose arrays are then shared; None: a clone of all tensors and
             arrays but the module's parameters.
     """
     parameters = {id(p) for p in module.parameters()}
     replace = tensor or (lambda t: t if id(t) in parameters else _clone(t))
-    shared = _SHARED if tensor else _DATA
+    shared: tuple[type, ...] = (np.ndarray,) if tensor else ()
     with ExitStack() as around:
         with ExitStack() as copying:
             for kind in (Tensor, nn.Parameter):
@@ -64,7 +63,7 @@ def copies(
             own, known = _copy_of_module(module, shared)
             own_owner = own if owner is module else None
             if owner is not None and owner is not module:
-                own_owner = _copy_of_owner(owner, known, parts, hidden)
+                own_owner = _copy_of_owner(owner, known, parts)
             around.callback(_copy_class_data({*map(type, module.modules()), type(owner)}, known, shared))
         yield own, own_owner
 
@@ -73,8 +72,9 @@ def _copy_of_module(module: nn.Module, shared: tuple[type, ...]) -> tuple[Any, d
     """The copy, and copies by the id of what was copied."""
     copied: Any
     memo: dict[int, Any] = {}
-    held = [value for layer in module.modules() for value in vars(layer).values()]
+    held = [value for layer in module.modules() for name, value in vars(layer).items() if name != "_modules"]
     memo |= {id(value): value for value in held if isinstance(value, shared)}
+    memo |= {id(value): _viewed(value, memo) for value in held if isinstance(value, _DATA)}
     try:
         copied = copy.deepcopy(module, known := dict(memo))
     except Exception:
@@ -89,23 +89,28 @@ def _copy_of_module(module: nn.Module, shared: tuple[type, ...]) -> tuple[Any, d
     return copied, known
 
 
-def _copy_of_owner(owner: Any, known: dict[int, Any], parts: Sequence[str], hidden: Sequence[str]) -> Any:
-    """An object of the owner's class, with copies of its attributes."""
-
-    def refuse(_: Any, name: str) -> Any:
-        if name not in vars(owner):
-            raise AttributeError(name)
-        raise ConfigError(_REFUSED.format(name=f"self.{name}", kind=type(vars(owner)[name]).__name__))
-
-    kind, view = type(owner), View(owner, known, "self")
-    made: Any = object.__new__(type(kind.__name__, (kind,), {"__getattr__": refuse}))
+def _copy_of_owner(owner: Any, known: dict[int, Any], parts: Sequence[str]) -> Any:
+    """An object of the owner's class, with copies of its attributes, and views of parts and of what has no copy."""
+    made: Any = object.__new__(type(owner))
     known[id(owner)] = made
     for name, value in vars(owner).items():
-        if name in hidden or (isinstance(value, _DATA) and name not in parts):
-            continue
-        with suppress(Exception):  # it is left out
-            vars(made)[name] = getattr(view, name) if name in parts else copy.deepcopy(value, known)
+        vars(made)[name] = _viewed(value, known, f"self.{name}")
+        if name not in parts and not isinstance(value, _DATA):
+            with suppress(Exception):
+                vars(made)[name] = copy.deepcopy(value, known)
     return made
+
+
+def _viewed(value: Any, known: dict[int, Any], name: str = "data of the module") -> Any:
+    """A plain value itself, the settings of an optimizer or a scheduler, and a `View` of anything else."""
+    if isinstance(value, _VALUES):
+        return value
+    if hasattr(value, "param_groups"):
+        return _settings(value)
+    if hasattr(value, "get_last_lr"):
+        rates = [*value.get_last_lr()]
+        return SimpleNamespace(get_last_lr=lambda: rates)
+    return View(value, known, name)
 
 
 def _copy_class_data(kinds: set[type], known: dict[int, Any], shared: tuple[type, ...]) -> Callable[[], None]:
@@ -189,7 +194,7 @@ def _entries(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         inner = iter(value.items() if isinstance(value, dict) else enumerate(value))
     else:
         yield name, value
-        if not isinstance(value, (*_PLAIN, nn.Module, Tensor, *_SHARED)) and _is_users(type(value)):
+        if not isinstance(value, (*_PLAIN, nn.Module, Tensor, np.ndarray, *_DATA)) and _is_users(type(value)):
             inner = iter(vars(value).items())
     for (key, one), _ in zip(inner, range(_MAX_ENTRIES if depth else 0), strict=False):
         yield from _entries(f"{name}.{key}", one, depth - 1)
@@ -225,7 +230,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 _COUNTERS = ("current_epoch", "global_step", "training", "validating", "testing", "sanity_checking", "should_stop")
-_NUMBERS = (int, float, str, type(None), torch.dtype, torch.device, Tensor, Path)
 _PACKAGES = {"pytorch_lightning", "lightning", "lightning_fabric", "transformers", "accelerate"}
 _REFUSED = (
     "training_step reads {name}, a {kind}, but it is traced for one record and may read only numbers of the Trainer; "
@@ -237,7 +241,8 @@ class View:
     """A view of a part of the run, as a Trainer, of which numbers and parts of Lightning and transformers may be read.
 
     Counters are read when the view is made, other numbers at their first use. What is set is set on the view alone.
-    Loggers do nothing, optimizers have the settings of their groups and no parameters.
+    Tensors are copies, loggers do nothing, optimizers have the settings of their groups and no parameters. Of data,
+    only plain values may be read.
 
     Args:
         copies: by the id of a module, its copy.
@@ -260,12 +265,16 @@ class View:
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._read:
-            self._read[name] = self._frozen(getattr(self._seen, name), f"{self._name}.{name}")
+            value, path = getattr(self._seen, name), f"{self._name}.{name}"
+            is_data = isinstance(self._seen, (dict, *_CONTAINERS, *_DATA))
+            if is_data and not isinstance(value, _VALUES):
+                self._refuse(value, path)
+            self._read[name] = self._frozen(value, path)
         return self._read[name]
 
     def _frozen(self, value: Any, name: str) -> Any:
-        if isinstance(value, _NUMBERS):
-            return value
+        if isinstance(value, Tensor):
+            return value.detach().clone()
         if isinstance(value, dict):
             return {key: self._frozen(one, f"{name}[{key!r}]") for key, one in value.items()}
         if isinstance(value, list | tuple):
@@ -274,15 +283,22 @@ class View:
             return self._copies[id(value)]
         if isinstance(value, pl.loggers.Logger):
             return pl.loggers.logger.DummyLogger()
-        if hasattr(value, "param_groups"):
-            return _settings(value)
-        if hasattr(value, "get_last_lr"):
-            rates = [*value.get_last_lr()]
-            return SimpleNamespace(get_last_lr=lambda: rates)
         packages = {one.__module__.partition(".")[0] for one in type(value).__mro__}
-        if packages & _PACKAGES and not isinstance(value, pl.LightningDataModule | nn.Module):
-            return View(value, self._copies, name)
+        of_library = packages & _PACKAGES and not isinstance(value, pl.LightningDataModule | nn.Module)
+        if of_library or isinstance(value, _VALUES) or hasattr(value, "param_groups") or hasattr(value, "get_last_lr"):
+            return _viewed(value, self._copies, name)
+        self._refuse(value, name)
+
+    def _refuse(self, value: Any, name: str) -> NoReturn:
         raise ConfigError(_REFUSED.format(name=name, kind=type(value).__name__))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _refuse_use(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse(self._seen, self._name)
+
+    __call__ = __len__ = __iter__ = __getitem__ = __setitem__ = __contains__ = _refuse_use
 
     def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
         """The model itself, as by the method of an Accelerator: in a training step it has no wrapper."""
@@ -293,5 +309,6 @@ def _settings(optimizer: Any) -> torch.optim.Optimizer:
     """An optimizer that only has the settings of another's groups."""
     made = torch.optim.Optimizer.__new__(torch.optim.Optimizer)
     groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = copy.deepcopy(groups)
     vars(made).update(param_groups=[group | {"params": []} for group in groups], state={}, defaults={})
     return made

@@ -67,20 +67,21 @@ class Inputs:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        places: dict[int, tuple[int, str, int, str]] = {}  # module, layer, parameters or buffers, own name
+        places: dict[int, list[tuple[int, str, int, str]]] = {}  # module, layer, parameters or buffers, own name
         for k, module in enumerate(modules):
             for layer, part in module.named_modules():
                 for kind, owner in enumerate(own_tensors(part)):
                     for key, tensor in owner.items():
                         if tensor is not None and not is_lazy(tensor):
-                            places.setdefault(id(tensor), (k, layer, kind, key))
-        self._places = [*places.values()]
+                            places.setdefault(id(tensor), []).append((k, layer, kind, key))
+        self._places = [*places.values()]  # of each tensor, several if it is tied
 
     def _found(self) -> list[Tensor | None]:
-        """The tensors; None in the place of one that is no longer there."""
-        layers = {place[:2]: _layer(self._modules[place[0]], place[1]) for place in self._places}
+        """The tensors; None in the place of one that is no longer there, or no longer tied."""
+        layers = {place[:2]: _layer(self._modules[place[0]], place[1]) for places in self._places for place in places}
         owners = {place: own_tensors(layer) if layer is not None else ({}, {}) for place, layer in layers.items()}
-        return [owners[k, layer][kind].get(key) for k, layer, kind, key in self._places]
+        tied = [[owners[k, layer][kind].get(key) for k, layer, kind, key in places] for places in self._places]
+        return [one if all(other is one for other in others) else None for one, *others in tied]
 
     def tensors(self) -> list[Tensor]:
         return [t for t in self._found() if t is not None]
@@ -97,7 +98,7 @@ class Inputs:
 
     def names(self) -> list[str]:
         kinds = [f"{type(module).__name__}" if k else "" for k, module in enumerate(self._modules)]
-        return [".".join(filter(None, (kinds[k], layer, key))) for k, layer, _, key in self._places]
+        return [".".join(filter(None, (kinds[k], layer, key))) for (k, layer, _, key), *_ in self._places]
 
     def specs(self) -> list[Any]:
         """(shape, dtype, device) of each, on which a graph relies; None where there is none."""
@@ -237,7 +238,7 @@ class _Tracing:
         some = [(self._fake.from_tensor(t[0].detach(), static_shapes=True), t.requires_grad) for t in chunk.tensors]
         self._record = [t.clone().requires_grad_(trained) for t, trained in some]
         self._of_gpu = any(t.device.type != "cpu" for t in self._state)  # whose kernels of attention have no vmap rule
-        self._until_left = ExitStack()
+        self._until_left, self._held = ExitStack(), chunk.step.attributes()
         self.found: list[nn.Module] = []
         self.kept: list[str] = []
 
@@ -304,8 +305,7 @@ class _Tracing:
         self.kept += _depend_on_inputs(graph.graph, kept_tensors)
         simplify(graph.graph)
         graph.recompile()
-        held_now = self._chunk.step.attributes()
-        one = OneRecord(graph, self._inputs, self._inputs.specs(), used, released_values, held_now, self.kept)
+        one = OneRecord(graph, self._inputs, self._inputs.specs(), used, released_values, self._held, self.kept)
         if any(isinstance(t, FakeTensor) for t in one.constants.values()):
             raise NotTraceable("it reads a tensor that it computed when it was traced before")
         return one

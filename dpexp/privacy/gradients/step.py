@@ -225,10 +225,9 @@ class Step:
     def _trace_changed(self, chunk: Chunk, epoch_begins: bool) -> None:
         new = self._trace(chunk)
         if difference(self._usual_shape.one, new) is None:
-            self._usual_shape.one.attributes = new.attributes
-            for graphs in self._graphs.values():  # networks in lists may be others
-                if graphs.one.inputs.names() == new.inputs.names():
-                    graphs.one.inputs = new.inputs
+            # Networks in lists may be others, and so may the steps of records of other shapes.
+            self._usual_shape.one.attributes, self._usual_shape.one.inputs = new.attributes, new.inputs
+            self._graphs, self._refused = {chunk.key: self._usual_shape}, {}
             return
         self._changes += not epoch_begins
         if max(self._changes, self._other) > _MAX_CHANGES:

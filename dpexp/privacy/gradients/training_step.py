@@ -5,12 +5,12 @@ own. It never runs on the owner or on the trained module themselves, but on thro
 logs or counts lands there and is discarded, whichever loop calls it.
 """
 
-import inspect
+import dis
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from types import FunctionType
+from functools import cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ class TrainingStep:
         owner: whose method the step is: a LightningModule, which is `module`, or a Trainer; None: nobody.
         function: the user's function that `call` calls.
         parts: names of the owner's attributes that belong to the run, of which a step may read numbers.
-        hidden: names of those that it must not read, such as data sets.
         logged: gets the names of what the step logs; the values are dropped.
     """
 
@@ -45,7 +44,6 @@ class TrainingStep:
     owner: Any = None
     function: Any = None
     parts: Sequence[str] = ()
-    hidden: Sequence[str] = ()
     logged: set[str] = field(default_factory=set)
 
     @classmethod
@@ -56,7 +54,7 @@ class TrainingStep:
     @contextmanager
     def stand_in(self, tensor: Callable[[Tensor], Tensor] | None = None) -> Iterator["StandIn"]:
         """Fresh copies of the module and of the owner; `tensor`: see `module_copy.copies`."""
-        with copies(self.module, self.owner, self.parts, self.hidden, tensor) as (module, owner):
+        with copies(self.module, self.owner, self.parts, tensor) as (module, owner):
             own = StandIn(self, module, owner)
             own.mute()
             yield own
@@ -65,25 +63,31 @@ class TrainingStep:
         """See `module_copy.attributes`: those of the module and the owner, or of a stand-in's copies of them, but for
         the parts of the run."""
         seen = own or self
-        return attributes(seen.module, seen.owner, (*self.parts, *self.hidden))
+        return attributes(seen.module, seen.owner, self.parts)
 
     def reads(self) -> dict[str, Any]:
         """What the function is and reads besides its arguments, one level deep, by name.
 
         That is its code, its defaults, the object whose method it is, and the variables of its closure and its module
-        that it names; what these reach in turn is not in it. Of another callable, it is the object itself.
+        that its code names; what these reach in turn is not in it. Of another callable, it is the object itself.
         """
         function = getattr(self.function, "__func__", self.function)
         found: dict[str, Any] = {"self": getattr(self.function, "__self__", None)}
         if not isinstance(function, FunctionType):
             return found | {"function": function}
         defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
-        with suppress(ValueError):  # a variable of the closure has no value yet
-            outside = inspect.getclosurevars(function)
-            found |= {
-                f"a variable {key}": value for key, value in [*outside.globals.items(), *outside.nonlocals.items()]
-            }
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # it has no value yet
+                found[f"closure {name}"] = cell.cell_contents
+        found |= {f"global {name}": function.__globals__.get(name) for name in _globals_of(function.__code__)}
         return found | {"code": function.__code__} | {f"default {key}": value for key, value in defaults.items()}
+
+
+@cache
+def _globals_of(code: CodeType) -> frozenset[str]:
+    """The global variables that code names, also in functions and generators within it."""
+    named = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return frozenset(named).union(*(_globals_of(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 @dataclass

@@ -138,7 +138,7 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
             rows = _csv(f"{key}={path}", file, named is None)
         else:
             texts = re.split(r"\n(?:[ \t]*\n)+", _content(file, "replace").replace("\r\n", "\n"))
-            rows = DataFrame({text: [one.strip() for one in texts if one.strip()]}, dtype=object)
+            rows = DataFrame({text: [one.strip() for one in texts if one.strip(" \t\n")]}, dtype=object)
         check_columns(f"{key}={path}", rows, named or {})
         return rows
     except ConfigError:

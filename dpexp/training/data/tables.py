@@ -202,6 +202,7 @@ def _plain_number(value: Any, decimal: str, thousands: str) -> str:
     """A number as Python writes it, of a text that has these signs in their places."""
     if not isinstance(value, str):
         return text_of(value)
+    value = value.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
     head, point, tail = value.strip().partition(decimal)
     sign = r"\s" if thousands.isspace() else re.escape(thousands)
     if thousands and re.fullmatch(rf"[+-]?\d{{1,3}}({sign}\d{{3}})+", head):
