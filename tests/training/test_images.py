@@ -263,3 +263,12 @@ def test_vectors_of_a_data_set_train(folders, dpexp_job):
     ):
         with pytest.raises(ConfigError, match=said):
             assert HuggingFace("saved", names, shape, "v", "y", test_split=split).train_dataloader()
+
+
+def test_a_folder_whose_classes_hugging_face_would_take_from_private_files_is_refused(tmp_path):
+    for name in ("train/cat/a.png", "train/dog/b.png", "test/cat/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2)).save(tmp_path / name)
+    data = HuggingFace(str(tmp_path), ["cat", "dog"], [1, 2, 2], "image", "label")
+    with pytest.raises(ConfigError, match=r"of kind imagefolder.*give data=images"):
+        data.train  # noqa: B018

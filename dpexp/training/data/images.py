@@ -24,6 +24,7 @@ from dpexp.errors import ConfigError
 from dpexp.rows import PlacedRows
 from dpexp.training.data.raw import RawData, check_columns
 
+_WITH_TYPES = ("arrow", "parquet")  # kinds of data sets whose files name the types of their columns
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _UNUSABLE = "data: a record cannot be read, or is of no known class."
 
@@ -132,7 +133,8 @@ class HuggingFace(Images):
     """Images, or vectors of numbers, of a data set in Hugging Face's format.
 
     Args:
-        path: what `DatasetDict.save_to_disk` wrote, or `datasets.load_dataset` takes; subset: its second argument.
+        path: what `DatasetDict.save_to_disk` wrote, or a data set in Parquet that `datasets.load_dataset` takes; subset:
+            its second argument.
         class_names: see `Images`; shape: that of an image or a vector.
         input: the column of images or vectors; label: that of classes, by index or name.
     """
@@ -197,9 +199,17 @@ def split_of(path: str | None, subset: str | None, split: str, *columns: str | N
     datasets.disable_progress_bars()
     folder = Path(os.path.expanduser(str(path)))
     try:
-        is_saved = (folder / "dataset_dict.json").exists()
-        found = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, subset)
-        return found[split].select_columns(columns)
+        if (folder / "dataset_dict.json").exists():
+            return datasets.load_from_disk(str(folder))[split].select_columns(columns)
+        kind = datasets.load_dataset_builder(path, subset).name
+        if kind not in _WITH_TYPES:
+            raise ConfigError(
+                f"data.path={path} is a data set of kind {kind}, whose classes and columns Hugging Face would take from "
+                "its private rows; give data=images a folder of images, or save it with its features by save_to_disk."
+            )
+        return datasets.load_dataset(path, subset)[split].select_columns(columns)
+    except ConfigError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         wanted = " and ".join(map(str, columns))
