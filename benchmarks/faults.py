@@ -430,7 +430,7 @@ FAULTS = [
           "Counter(ledger.rounds)", "run_costs -k killed"),
     fault("a budget counts what a running job has done", COSTS, "    if running:", "    if not known:",
           "run_costs -k running"),
-    fault("a budget counts a ledger that lost its end", COSTS, "ledger.incomplete and ended_itself",
+    fault("a budget counts a ledger that lost its end", COSTS, "ended_itself and not has_ended",
           "ended_itself and not known", "run_costs -k lost"),
     fault("a budget gets back the rest of a whole plan", COSTS, "not known.budget.holds(", "known.budget.holds(",
           "data_budget -k gives_nothing"),

@@ -17,6 +17,7 @@ from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.accounting.independent import estimates
 from dpexp.accounting.ledger import Ledger, incomplete_reason, ledger_so_far
 from dpexp.accounting.ledger.events import is_number, neighbours
+from dpexp.accounting.ledger.integrity import read_end
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import FIGURES, TAIL, gaussian, in_words, risk
 from dpexp.accounting.rounding import up
@@ -26,7 +27,7 @@ from dpexp.config import tracking_uri
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.tracking.job_folder import RUN, finished_result
 
-VERSION, SUFFIX = 1, ".certificate.json"
+VERSION, SUFFIX, PLAN = 1, ".certificate.json", "A plan, not a run"
 LOOSEST = 1.01  # the largest ε that agrees with dp-accounting, over its pessimistic one
 _CURVE = [float(f"1e-{k}") for k in range(3, 13)]  # δ
 _TOLERANCE = 1e-4  # relative, of bounds: between versions of dpexp, and between processors
@@ -86,7 +87,7 @@ def verify(arguments: Sequence[str]) -> None:
     said, file = _read(path)
     delta, claimed, content = said["guarantee"]["delta"], said["guarantee"]["epsilon"], _content(file)
     ledger = ledger_so_far(file)
-    own = json.loads(json.dumps(_statement(file, content, ledger, delta)))
+    own = _statement(file, content, ledger, delta)
     if (found := own["run"]["ledger"]["sha256"]) != said["run"]["ledger"].get("sha256"):
         raise ClaimRefuted(f"the ledger {file} is not the one that {path} certifies: its SHA-256 is {found}.")
     _print(own, ledger)
@@ -94,11 +95,14 @@ def verify(arguments: Sequence[str]) -> None:
     for section in ("run", "terms"):
         facts, given = own[section], said.get(section, {})
         wrong += [
-            f"{section}.{key} is not what the ledger says" for key in facts | given if given.get(key) != facts.get(key)
+            f"{section}.{key} is not what the ledger says"
+            for key in facts | given
+            if _text(given.get(key)) != _text(facts.get(key))
         ]
     for name in own["guarantee"] | said["guarantee"]:
         claim, found = said["guarantee"].get(name), own["guarantee"].get(name)
-        if claim != found and not (is_number(claim) and is_number(found) and claim >= found * (1 - _TOLERANCE)):
+        holds = is_number(claim) and is_number(found) and claim >= found * (1 - _TOLERANCE)
+        if not (holds or claim is found is None):
             wrong.append(f"its {name} is {claim!s:.60}, where the ledger costs {found}")
     other = f"dp-accounting {version('dp-accounting')}"
     checked = "by dp-accounting too"
@@ -112,9 +116,20 @@ def verify(arguments: Sequence[str]) -> None:
         console.print(f"Not recomputed by {other}: {error}")
     if wrong:
         raise ClaimRefuted(f"{path} is refuted: {'; '.join(wrong)}.")
+    verdict = PLAN if _is_plan(own) else "Verified"
     console.print(
-        f"[bold]Verified[/]: the certificate says what its ledger does, whose cost ε = {claimed} covers, {checked}."
+        f"[bold]{verdict}[/]: the certificate says what its ledger does, whose cost ε = {claimed} covers, {checked}."
     )
+
+
+def _is_plan(statement: Mapping[str, Any]) -> bool:
+    """Whether the certified ledger lacks the number that each run's has."""
+    return statement["run"]["ledger"]["run"] is None
+
+
+def _text(value: Any) -> str:
+    """A value as JSON, which tells true from 1."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _file(named: Sequence[str]) -> Path:
@@ -180,7 +195,7 @@ def _statement(path: Path, content: bytes, ledger: Ledger, delta: float) -> dict
                 "file": path.name,
                 "sha256": hashlib.sha256(content).hexdigest(),
                 "run": json.loads(content.partition(b"\n")[0]).get("run"),
-                "complete": not ledger.incomplete,
+                "complete": not ledger.incomplete and read_end(path) is not None,
                 "part_of_data": str(ledger.part) if ledger.part else None,
             },
             "releases": [_counted(replace(r, z=float(f"{r.z:.12g}")), count) for r, count in releases(ledger).items()],
@@ -210,10 +225,13 @@ def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
     rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
     rounds = f"{ledger.training_rounds or 'no'} rounds{releases_before_training(ledger)}"
-    console.print(f"ε = {rounded} by pld at δ = {at}, {escape(holds)}; {rounds}")
+    plan = f"[bold red]{PLAN}[/]: " * _is_plan(statement)
+    console.print(f"{plan}ε = {rounded} by pld at δ = {at}, {escape(holds)}; {rounds}")
     figures = {name: guarantee[name] for name in FIGURES if guarantee[name] is not None}
     console.print(f"In words: {escape(in_words(figures, ledger.unit))}{gaussian(figures)}")
     if ledger.not_private_reason is not None:
         console.print(f"[bold red]ε does not cover all that the run shows[/]: {escape(ledger.not_private_reason)}.")
     if ledger.incomplete:
         console.print(f"[bold red]The ledger ends early[/]: {escape(incomplete_reason(ledger))}.")
+    elif not (statement["run"]["ledger"]["complete"] or _is_plan(statement)):
+        console.print(f"[bold red]More may have been spent[/]: {escape(str(ledger.unverified))}.")

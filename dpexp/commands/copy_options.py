@@ -37,7 +37,7 @@ def copy(arguments: Sequence[str]) -> None:
     _, defaults, _, hydra = re.split(r"^(?=defaults|seed|hydra)", (CONF / "config.yaml").read_text(), flags=re.M)
     for group, option in {**chosen, "experiment": None, "sweep": None}.items():  # whose values are in the file
         defaults = re.sub(rf"(?<= {group}: )\w+", option or "null", defaults)
-    defaults = f"{defaults.rstrip()}\n  - override clip_norm: {chosen['clip_norm'] or 'null'}  # which joint changes\n"
+    defaults = f"{defaults.rstrip()}\n  - override clip_norm: {chosen['clip_norm'] or 'null'}  # which others change\n"
     lines = [f"# python -m dpexp copy {asked}", *comments["experiment"], defaults]
     for key, line in _keyed(OmegaConf.to_yaml(cfg)):
         lines += [re.match(" *", line)[0] + comment for comment in comments[key] if key] + [line]  # type: ignore[index]

@@ -148,6 +148,8 @@ def plan_table(plan: PrivacyPlan) -> Table:
 class RoundBar(pl.callbacks.ProgressBar):
     """Progress bar: rounds done, an upper bound on ε, rounds per second; `place`: of a trial in its sweep."""
 
+    is_enabled = False  # to print texts of a module, for which Lightning would ask it
+
     def __init__(self, rounds: int, privacy: PrivacyCallback | None, place: str | None = None) -> None:
         super().__init__()
         self._rounds = rounds

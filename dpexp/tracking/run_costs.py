@@ -21,6 +21,7 @@ from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
 from dpexp.accounting.ledger import Ledger, ledger_so_far, write_ledger
+from dpexp.accounting.ledger.integrity import read_end
 from dpexp.accounting.ledger.reader import contents
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.errors import ConfigError
@@ -156,13 +157,14 @@ def _by_folder(known: RunCost, folder: Path, running: bool, reservation: Callabl
     if ledger is None:
         return _as_reserved(found, reservation, found.note)
     ended_itself = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
-    if ledger.incomplete and ended_itself:  # which closes a ledger
+    has_ended = not ledger.incomplete and (not ledger.rounds or read_end(folder / "ledger.jsonl") is not None)
+    if ended_itself and not has_ended:  # it has closed its ledger, and written where that ends
         return _as_reserved(replace(found, ledger_missing=True), reservation, "its ledger has lost its end")
     if known.budget is not None:
         plan = _reservation_in(folder)
         if plan is None or not known.budget.holds(rho(plan, known.budget.order)):
             return _as_reserved(found, reservation, "its whole plan was admitted, before any result")
-    if not ledger.incomplete:
+    if has_ended:
         return found
     counted = _as_reserved(found, reservation, found.note)
     if counted.ledger is None:

@@ -6,8 +6,10 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from jobs import result_of
@@ -17,7 +19,17 @@ from test_one_time_queries import TRAINING, gaussian, laplace, once
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.independent import estimates
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger, write_ledger
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    ledger_so_far,
+    read_ledger,
+    write_ledger,
+)
+from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import risk
 from dpexp.commands import certificate as command
@@ -44,13 +56,25 @@ RUNS = {
 }
 
 
+def write_run(path, run):
+    """A run's ledger, and its end file, in place of others."""
+    path.unlink(missing_ok=True)
+    writer = LedgerWriter(path, run.adjacency, record=run.record)
+    for round_ in Counter(run.rounds).elements():
+        writer.sample(round_.sampling)
+        for query in round_.queries:
+            writer.query(query)
+        writer.commit()
+    writer.close()
+
+
 @pytest.fixture
 def certified(tmp_path, monkeypatch):
-    """Goes to an empty folder; writes a ledger and its certificate, and returns what that says."""
+    """Goes to an empty folder; writes a run's ledger and its certificate, and returns what that says."""
     monkeypatch.chdir(tmp_path)
 
     def write(run, *options):
-        write_ledger(tmp_path / "ledger.jsonl", run)
+        write_run(tmp_path / "ledger.jsonl", run)
         return json.loads(certificate(["ledger.jsonl", "delta=1e-5", *options]).read_text())
 
     return write
@@ -123,6 +147,7 @@ def test_what_a_run_does_not_guarantee_is_said(certified, tmp_path, capsys):
     said = certified(of("fixed_size", "replace_one"))
     lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
+    end_of(tmp_path / "ledger.jsonl").unlink()
     certificate(["ledger.jsonl", "delta=1e-5"])
     verify(["ledger.certificate.json"])
     assert (
@@ -207,6 +232,73 @@ def test_a_doctored_certificate_is_refuted_without_dp_accounting_too(certified, 
         (tmp_path / "ledger.certificate.json").write_text(json.dumps(said))
         with pytest.raises(ClaimRefuted, match=f"is refuted: {words}"):
             verify(["ledger.certificate.json"])
+
+
+def test_true_is_not_one_nor_a_word(certified, tmp_path):
+    """JSON's 1 equals true in Python, also within lists."""
+    text = json.dumps(certified(of("poisson", "add_remove", z=1e-3, q=1.0)))
+    for path, values in {
+        "run.private": (1, "true", 1.0), "run.ledger.complete": (1, "true"), "run.sensitivity_in_S": (True, "1"),
+        "run.rounds.0.queries.0.S": (True,), "run.releases.0.q": (True,), "guarantee.advantage": (True, "1.0"),
+        "terms.trust_model": (True,),
+    }.items():  # fmt: skip
+        for value in values:
+            said = inner = json.loads(text)
+            *within, last = (int(key) if key.isdigit() else key for key in path.split("."))
+            for key in within:
+                inner = inner[key]
+            assert inner[last] == value or isinstance(value, str) or path.startswith("terms")
+            inner[last] = value
+            (tmp_path / "ledger.certificate.json").write_text(json.dumps(said))
+            with pytest.raises(ClaimRefuted, match=r"is refuted: (run|terms|its advantage)"):
+                verify(["ledger.certificate.json"])
+
+
+def test_a_ledger_is_complete_only_with_its_end_file(tmp_path, monkeypatch, capsys):
+    """Of a resumed run, cut at its first closing line: nothing else shows that."""
+    monkeypatch.chdir(tmp_path)
+    path, run = tmp_path / "ledger.jsonl", of("poisson", "add_remove", z=2.0, rounds=10)
+    write_run(path, run)
+    first = path.read_bytes()
+    writer = LedgerWriter(path, run.adjacency, resume=True)
+    ((round_, _),) = run.rounds.items()
+    for _ in range(20):
+        writer.sample(round_.sampling)
+        writer.query(round_.queries[0])
+        writer.commit()
+    writer.close()
+    said = json.loads(certificate([".", "delta=1e-5"]).read_text())
+    verify(["."])
+    assert said["run"]["ledger"]["complete"] is True and "More may have been" not in capsys.readouterr().out
+    path.write_bytes(first)
+    assert "are left" in ledger_so_far(path).lost
+    end_of(path).unlink()
+    cut = json.loads(certificate([".", "delta=1e-5"]).read_text())
+    verify(["."])
+    assert cut["run"]["ledger"]["complete"] is False and cut["guarantee"]["epsilon"] < said["guarantee"]["epsilon"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("More may have been spent: there is no ledger.end.json next to it, so that it may have") == 2
+    cut["run"]["ledger"]["complete"] = True
+    (tmp_path / "ledger.certificate.json").write_text(json.dumps(cut))
+    with pytest.raises(ClaimRefuted, match=r"run\.ledger is not what the ledger says"):
+        verify(["."])
+
+
+def test_a_plan_is_no_run_whatever_its_file_is_called(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("planned_ledger.jsonl", "ledger.jsonl"):
+        write_ledger(tmp_path / name, of("poisson", "add_remove", z=2.0))
+        capsys.readouterr()
+        said = json.loads(certificate([name, "delta=1e-5"]).read_text())
+        assert said["run"]["ledger"]["run"] is None and not said["run"]["ledger"]["complete"]
+        verify([f"{Path(name).stem}.certificate.json"])
+        shown = capsys.readouterr().out
+        assert shown.count("A plan, not a run: ε = ") == 2 and "A plan, not a run: the certificate says" in shown
+        assert "Verified" not in shown and "end.json" not in shown
+        said["run"]["ledger"]["run"] = "2635b557161c4bdc5eaed8cd3e173bc5"
+        (tmp_path / f"{Path(name).stem}.certificate.json").write_text(json.dumps(said))
+        with pytest.raises(ClaimRefuted, match=r"run\.ledger is not what"):
+            verify([f"{Path(name).stem}.certificate.json"])
 
 
 def test_a_changed_ledger_is_refused(certified, tmp_path):

@@ -339,6 +339,7 @@ EARLY = {
     "mechanism=by_group mechanism.by_group=joint": "mechanism.by_group=joint must be {group: option}",
     "mechanism=by_group": "mechanism.by_group must be given",
     "mechanism=joint clip_norm.total=2": "clip_norm.total: no clip_norm is chosen; add clip_norm=OPTION",
+    "mechanism=by_group mechanism.by_group={all:separate} clip_norm.total=2": "clip_norm.total: no clip_norm is chosen",
     "register=mine tracking=none": "register=mine needs MLflow's registry",
     "hydra.run.dir=taken": "taken already holds a run, with its config.yaml",
 }  # fmt: skip
@@ -553,7 +554,12 @@ def test_help_on_one_name(tmp_path):
         "mechanism=by_group\n"
         "    One for each group: 'mechanism.by_group={conv: joint, fc: separate}'. The name of an option, or its "
         "_target_.\n"
-        "    by_group: ???  # {group: name of an option, or its _target_ with values}\n"
+        "    `clip_norm` gives S_g; by default that of each group's own mechanism.\n"
+        "    defaults:\n"
+        "      - override /clip_norm: null\n"
+        "\n"
+        "    mechanism:\n"
+        "      by_group: ???  # {group: name of an option, or its _target_ with values}\n"
         "\n"
         "mechanism=joint\n"
         "    Vectors are scaled by 1/α_j, clipped together to S_g in (0, √k], and scaled back. `alpha` gives α_j, and "

@@ -12,6 +12,7 @@ from reference import engine_of, sums_of
 from torch import nn
 from torch.nn import functional as F
 
+import dpexp
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import (
@@ -86,6 +87,35 @@ def test_one_option_for_all_groups_is_that_option_for_each(mechanism, clip_norm)
     each = {name: dict.fromkeys(("first", "last"), option) for name, option in options.items()}
     common = {"n": 100, "q": 0.1, "steps": 9, "noise_multiplier": 1.0, "group": GROUP}
     assert plan_of(model(), **common, **options) == plan_of(model(), **common, **each)
+
+
+@pytest.mark.parametrize("first", ["joint", "separate"])
+@pytest.mark.parametrize("last", ["joint", "separate"])
+def test_a_groups_default_is_that_of_its_mechanism_however_that_was_chosen(first, last):
+    """On the command line, by one word for all groups or one for each, and in `Clipping`; each has two vectors."""
+    S = {"joint": math.sqrt(2), "separate": math.sqrt(0.5)}
+    each = ("mechanism=by_group", f"mechanism.by_group={{conv: {first}, fc: {last}}}")
+    for chosen in (each, (f"mechanism={first}",))[: 1 + (first == last)]:
+        plan = dpexp.plan(dpexp.compose("group=conv_fc", "privacy.noise_multiplier=1", *chosen))
+        assert [group.S for group in plan.groups] == pytest.approx([S[first], S[last]])
+    own = {"joint": Joint(), "separate": Separate()}
+    mechanism = {"first": own[first], "last": own[last]}
+    plan = plan_of(
+        model(), n=100, q=0.1, steps=9, noise_multiplier=1.0, group=GROUP, mechanism=mechanism, vectors="parameter"
+    )
+    assert [group.S for group in plan.groups] == pytest.approx([S[first], S[last]])
+
+
+def test_equal_scales_are_separate_clipping_to_the_norm_times_the_scale():
+    """The sentence of docs/clipping.md."""
+    x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
+    common = {"group": GROUP, "vectors": "parameter"}
+    alpha, S = 0.3, 0.7
+    joint = engine_of(model(), S=S, mechanism=Joint(FixedClipNorm(alpha)), **common)
+    apart = engine_of(model(), S=alpha * S, mechanism=Separate(), **common)
+    found, expected = (sums_of(engine, loss_of, (x, y)) for engine in (joint, apart))
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=0) for name in found)
 
 
 @pytest.mark.parametrize(

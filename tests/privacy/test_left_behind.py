@@ -25,6 +25,7 @@ from dpexp.accounting.ledger import ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.integrations.transformers import PrivateTrainer
 from dpexp.privacy.plan.clipping import FixedClipNorm
+from dpexp.reporting.terminal import RoundBar
 
 N, ROUNDS, S, SILENT = 6, 3, 0.5, 1e-8
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1)).double()
@@ -279,6 +280,30 @@ def test_what_a_hook_would_read_of_what_a_step_keeps_is_refused_by_name(door, br
     found = left_by(door, STEPS["a list"][0], branch, X, reader=True)
     assert "keeps values of records in self.kept" in found.error and " reads it" in found.error
     assert found.rounds == 0
+
+
+def test_a_module_prints_beside_the_bar_of_rounds(tmp_path, capsys):
+    class Printing(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Net()
+
+        def training_step(self, batch, batch_idx):
+            self.print("in the step")
+            return self.model(**batch)["loss"]
+
+        def on_train_start(self):
+            self.print("in a hook")
+
+        def configure_optimizers(self):
+            return Still(self.parameters())
+
+    module = Printing()
+    callback = dpexp.PrivacyCallback(the_plan(module), tmp_path / "ledger.jsonl")
+    run = trainer(callback, RoundBar(ROUNDS, callback), enable_progress_bar=True)
+    run.fit(module, DataLoader([{"x": row} for row in X]))
+    said = capsys.readouterr().out
+    assert "in the step" in said and "in a hook" in said and run.global_step == ROUNDS
 
 
 # ---- another function ------------------------------------------------------------------------------------------------

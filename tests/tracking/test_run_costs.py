@@ -155,7 +155,9 @@ def test_a_run_of_another_machine_counts_as_its_reservation(run_on, status):
     assert len(charge.ledger) == 10 and "its folder is not here" in charge.note
 
 
-@pytest.mark.parametrize("how", ["missing", "edited", "empty", "cut", "killed and cut", "without its end"])
+@pytest.mark.parametrize(
+    "how", ["missing", "edited", "empty", "cut", "killed and cut", "without its end", "cut at a closing line"]
+)
 def test_a_lost_ledger_counts_as_the_reservation_and_never_as_nothing(run_on, how, store, capsys):
     output = run_on(z=4.0, count=3, planned=10, status="KILLED" if how == "killed and cut" else "FINISHED")
     path = output / "ledger.jsonl"
@@ -163,6 +165,8 @@ def test_a_lost_ledger_counts_as_the_reservation_and_never_as_nothing(run_on, ho
         path.unlink()
     elif "cut" in how:
         path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    elif how == "cut at a closing line":  # of a resumed run, with an end file that would say so
+        end_of(path).unlink()
     elif how == "without its end":
         killed_ledger(output, lines=3)
     else:

@@ -22,7 +22,7 @@ from dpexp.training.data import (
     Scattering,
     TensorData,
 )
-from dpexp.training.data.features import compute_features
+from dpexp.training.data.features import as_map, compute_features
 from dpexp.training.pretrained import save_weights
 
 
@@ -371,6 +371,11 @@ def sets_of_one_tensor():
         (lambda: Backbone(network(), "5"), "layer=5 is no module of Sequential; its most similar modules are [0-3], "),
         (lambda: Backbone(network(), ["1", "5"]), "layer=5 is no module of Sequential"),
         (lambda: compute_features(torch.ones(5, 4), lambda x: x[:1], 2), "gives 1 rows for 2 records"),
+        (lambda: compute_features(torch.ones(5, 4), nn.BatchNorm1d(4)), r"BatchNorm takes .* call eval\(\) on the"),
+        (
+            lambda: compute_features(torch.ones(5, 4), as_map(nn.BatchNorm1d(4, track_running_stats=False))),
+            r"if it keeps no running statistics \(track_running_stats=False\), choose another layer, as GroupNorm",
+        ),
         (lambda: Backbone(network(), mean=[0.5]), r"give mean=\[0\.5\] and std=None both, or neither"),
         (lambda: Backbone(network(), weights="nowhere"), "nowhere does not fit the model: No such file"),
         (

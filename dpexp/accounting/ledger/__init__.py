@@ -22,7 +22,10 @@ the line. There is no key: links detect accidents and careless edits, not a forg
 
 *The end.* A run that ends, even with an error, writes a closing line. Without one at its end a ledger is incomplete:
 the run was killed, is still writing, or lines were lost. A half-written last line is a round that was never released,
-and does not count. ledger.end.json (see `dpexp.accounting.ledger.integrity`) shows a ledger that was cut at its end.
+and does not count. ledger.end.json (see `dpexp.accounting.ledger.integrity`) shows a ledger that was cut at its end;
+without it, a ledger is not called complete, since a resumed run's may have been cut at an earlier closing line.
+
+*Plans.* The ledger of a plan has no random number that identifies a run, by which it is told from a run's.
 
 *Resumption.* A resumed run appends after the last complete line. A checkpoint holds the size and SHA-256 of the ledger
 at its time, and is resumed only with a ledger that begins with these bytes: never with another run's. Two ledgers that

@@ -80,7 +80,9 @@ def contents(path: Path) -> Contents:
     except OSError as error:
         raise ConfigError(f"the ledger {path} cannot be read ({error.strerror}).") from error
     name = end_of(path).name
-    if end:
+    if "run" not in read.header:
+        unverified = "it has no number of a run: a plan, not a run"
+    elif end:
         unverified = f"if it and {name} were both restored to an earlier state, nothing would show it"
     else:
         unverified = f"there is no {name} next to it, so that it may have been cut at an earlier closing line"

@@ -129,13 +129,14 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True)
 class Separate:
-    """Each group is clipped as one concatenated vector to S_g, by default 1."""
+    """Each group is clipped as one concatenated vector to S_g, by default 1/√G for G groups in all."""
 
     def __call__(
         self, groups: Mapping[str, Sequence[Vector]], clip_norms: Mapping[str, float | None]
     ) -> dict[str, GroupClipping]:
+        default = 1 / math.sqrt(len(clip_norms))
         return {
-            name: GroupClipping((1.0,) * len(vectors), 1.0 if (S := clip_norms[name]) is None else S)
+            name: GroupClipping((1.0,) * len(vectors), default if (S := clip_norms[name]) is None else S)
             for name, vectors in groups.items()
         }
 

@@ -44,8 +44,8 @@ class Clipping:
     Args:
         group: divides the parameters into groups; by default one.
         mechanism: `Separate()`, the default, or `Joint()`; or one for each group, by name.
-        clip_norm: gives S_g; by default 1 for separate clipping, and √k for joint clipping of k vectors; or one for
-            each group, by name.
+        clip_norm: gives S_g; by default 1/√G for separate clipping of one of G groups, and √k for joint clipping of
+            k vectors; or one for each group, by name.
         clip_rule: by default Abadi's; or one for each group, by name.
         vectors: `layer`: a layer's weight and bias are one vector; or `parameter`.
 

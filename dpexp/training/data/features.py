@@ -34,6 +34,11 @@ from dpexp.training.data.datasets import TensorData
 from dpexp.training.pretrained import load_weights
 
 _COMPARED = 16  # records
+_BATCH_NORM = (
+    "data.features_of: its BatchNorm takes mean and variance of the records beside, and a record's features must "
+    "depend on that record alone; call eval() on the network, or, if it keeps no running statistics "
+    "(track_running_stats=False), choose another layer, as GroupNorm."
+)
 Map = Callable[[Tensor], Tensor]  # x [B, ...] -> features [B, ...]
 
 
@@ -169,7 +174,12 @@ def compute_features(x: Tensor, by: Map, at_once: int | None = None) -> Tensor:
     features, each = torch.empty(0), at_once or int(getattr(by, "at_once", 1))
     with torch.no_grad():
         for start in track(range(0, len(x), each), "features", transient=True, disable=len(x) < 200):
-            chunk = by(x[start : start + each].clone()).contiguous()  # aligned, and the map's own
+            try:
+                chunk = by(x[start : start + each].clone()).contiguous()  # aligned, and the map's own
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise ConfigError(_BATCH_NORM) from error
             if not start:
                 features = torch.empty(len(x), *chunk.shape[1:], dtype=chunk.dtype)
             if chunk.shape[:1] != x[start : start + each].shape[:1]:
