@@ -133,8 +133,8 @@ class HuggingFace(Images):
     """Images, or vectors of numbers, of a data set in Hugging Face's format.
 
     Args:
-        path: what `DatasetDict.save_to_disk` wrote, or a data set in Parquet that `datasets.load_dataset` takes; subset:
-            its second argument.
+        path: what `DatasetDict.save_to_disk` wrote, or a data set in Parquet that `datasets.load_dataset` takes;
+            subset: its second argument.
         class_names: see `Images`; shape: that of an image or a vector.
         input: the column of images or vectors; label: that of classes, by index or name.
     """
@@ -204,8 +204,8 @@ def split_of(path: str | None, subset: str | None, split: str, *columns: str | N
         kind = datasets.load_dataset_builder(path, subset).name
         if kind not in _WITH_TYPES:
             raise ConfigError(
-                f"data.path={path} is a data set of kind {kind}, whose classes and columns Hugging Face would take from "
-                "its private rows; give data=images a folder of images, or save it with its features by save_to_disk."
+                f"data.path={path} is a data set of kind {kind}, whose classes and columns Hugging Face would take from its "
+                "private rows; give data=images a folder of images, or save it with its features by save_to_disk."
             )
         return datasets.load_dataset(path, subset)[split].select_columns(columns)
     except ConfigError:
