@@ -1,4 +1,7 @@
-"""The names of the package, which `dpexp/__init__.py` imports when they are first used. Type checkers read them here."""
+"""The names of the package, which `dpexp/__init__.py` imports when they are first used.
+
+Type checkers read them here.
+"""
 
 from .accounting.accountants import delta as delta, epsilon as epsilon
 from .accounting.ledger import Ledger as Ledger, read_ledger as read_ledger

@@ -43,6 +43,7 @@ class Net(nn.Module):
         self.net = nn.Linear(3, 1).double()
         nn.init.constant_(self.net.weight, 0.3)
         nn.init.zeros_(self.net.bias)
+        self.net.names = {"weight": 0}.keys()  # has no copy
         self.losses = []
         self.metric = MeanMetric()
         self.register_buffer("state", torch.zeros(()).double())
@@ -57,6 +58,7 @@ class Still(torch.optim.SGD):
     def __init__(self, parameters):
         super().__init__(parameters, lr=1.0)
         self.sums = []
+        self.param_groups[0]["given"] = [1.0]
 
     def step(self, closure=None):
         loss = closure() if closure else None
@@ -102,7 +104,7 @@ def lightning(leave, branch, x, folder, reader):
     module = Module()
     callback = dpexp.PrivacyCallback(the_plan(module), folder / "ledger.jsonl", noise_seed=1)
     run = trainer(callback, logger=Told(), log_every_n_steps=1)
-    return module, lambda: run.fit(module, DataLoader(x)), lambda: (module.optimizer.sums, told, run.callback_metrics)
+    return module, lambda: run.fit(module, DataLoader(x)), lambda: (module.optimizer, told, run.callback_metrics)
 
 
 def of_transformers(leave, branch, x, folder, reader):
@@ -135,7 +137,7 @@ def of_transformers(leave, branch, x, folder, reader):
         optimizers=(Still(model.parameters()), None),
     )  # fmt: skip
     own.kept, own.metric = [], model.metric
-    return own, own.train, lambda: (own.optimizer.sums, told, [sorted(log) for log in own.state.log_history])
+    return own, own.train, lambda: (own.optimizer, told, [sorted(log) for log in own.state.log_history])
 
 
 def loop(leave, branch, x, folder, reader):
@@ -153,7 +155,7 @@ def loop(leave, branch, x, folder, reader):
         for sample in private.rounds(x):
             private.step(loss_of, sample)
 
-    return model, run, lambda: (optimizer.sums,)
+    return model, run, lambda: (optimizer,)
 
 
 DOORS = {"Lightning": lightning, "transformers": of_transformers, "a loop": loop}
@@ -179,13 +181,14 @@ def left_by(door, leave, branch, x, reader=False):
             run()
         except ConfigError as refused:
             error = str(refused)
-        (sums, *told), ledger = found(), folder / "ledger.jsonl"
+        (optimizer, *told), ledger = found(), folder / "ledger.jsonl"
+        told += [len(optimizer.state), *(group["given"] for group in optimizer.param_groups)]
         rounds = ledger_so_far(ledger).training_rounds if ledger.exists() else 0
         classes = {kind: {key: repr(value) for key, value in vars(kind).items()} for kind in before}
         held = [value for part in (owner, *modules_of(owner)) for value in plain(vars(part)).items()]
         states = [part.state_dict() for part in modules_of(owner)[:1]]
         return SimpleNamespace(
-            error=error, said=" ".join(str(one.message) for one in said), sums=sums, rounds=rounds,
+            error=error, said=" ".join(str(one.message) for one in said), sums=optimizer.sums, rounds=rounds,
             classes_stay=classes == before, left=repr([told, held, states]),
         )  # fmt: skip
 
@@ -233,6 +236,12 @@ def assign_buffer(owner, model, loss):
     model.state = model.state + loss.detach()
 
 
+def set_rate(owner, model, loss):
+    if hasattr(owner, "optimizer"):
+        owner.optimizer.param_groups[0]["given"].append(loss.detach())
+        owner.optimizer.param_groups[0]["given"] = loss.detach()
+
+
 OF_CLOSURE: list[torch.Tensor] = []
 STEPS = {  # what it leaves: the step, and the outcome at each door, or at all
     "log": (log, {"a loop": TRAINS, None: MUTED}),
@@ -247,6 +256,7 @@ STEPS = {  # what it leaves: the step, and the outcome at each door, or at all
     "a buffer, assigned": (assign_buffer, REFUSED),
     "a buffer, in place": (lambda o, m, loss: m.state.add_(loss.detach()), REFUSED),
     "the logger": (tell, {"transformers": REFUSED, None: TRAINS}),
+    "the optimizer's rate": (set_rate, TRAINS),
     "torchmetrics": (lambda o, m, loss: m.metric(loss.detach()), {"a loop": TRAINS, None: TRAINS}),
     "a closure": (append(lambda o, m: OF_CLOSURE), ASSUMED),
 }  # fmt: skip
@@ -273,6 +283,18 @@ def test_nothing_of_a_record_is_left_behind(door, branch, what):
     assert other.left == first.left
     moved = [float((a - b).norm()) / S for a, b in zip(first.sums, other.sums, strict=True)]
     assert 0 < max(moved) <= 1 + 1e-6, moved
+
+
+PARAMETERS = {
+    "an attribute": lambda o, m, loss: setattr(m.net.weight, "last", float(loss.detach())),
+    "a hook": lambda o, m, loss: m.net.weight.register_hook(lambda g: 2 * g),
+}
+
+
+@pytest.mark.parametrize(("door", "what"), itertools.product(DOORS, PARAMETERS))
+def test_one_at_a_time_a_step_may_not_set_anything_on_a_parameter(door, what):
+    found = left_by(door, PARAMETERS[what], "one at a time", X)
+    assert "net.weight is changed inside training_step" in found.error and not found.sums
 
 
 @pytest.mark.parametrize(("door", "branch"), itertools.product(("Lightning", "transformers"), BRANCHES))
@@ -340,6 +362,19 @@ def of_fakes(t):
     return lambda model, record: fakes.mean() * plainly(model, record)
 
 
+SCALE = 1.0
+
+
+def of_a_global(t):
+    global SCALE
+    SCALE = 1.0 + t
+    return scaled
+
+
+def scaled(model, record):
+    return sum(SCALE * loss for loss in [plainly(model, record)])
+
+
 class Holder:
     def __init__(self, factor):
         self.factor = factor
@@ -357,6 +392,7 @@ OTHERS = {  # the function of each round, and the factor of its loss in round t
     "a new lambda, whose default changes": (
         lambda: lambda t: lambda model, record, t=t: times(model, record, 1.0 + t), lambda t: 1 + t),
     "the same function, whose variable changes": (of_a_variable, lambda t: 1 + t),
+    "a global that a generator in it names": (lambda: of_a_global, lambda t: 1 + t),
     "fakes that a closure reads": (lambda: of_fakes, lambda t: 1 + t),
     "a partial function": (lambda: lambda t: partial(times, factor=1.0 + t), lambda t: 1 + t),
     "a method of another object": (lambda: lambda t: Holder(1.0 + t).loss_of, lambda t: 1 + t),

@@ -204,8 +204,8 @@ def split_of(path: str | None, subset: str | None, split: str, *columns: str | N
         kind = datasets.load_dataset_builder(path, subset).name
         if kind not in _WITH_TYPES:
             raise ConfigError(
-                f"data.path={path} is a data set of kind {kind}, whose classes and columns Hugging Face would take from its "
-                "private rows; give data=images a folder of images, or save it with its features by save_to_disk."
+                f"data.path={path} is a data set of kind {kind}, of which Hugging Face would take classes and columns "
+                "from private rows; give data=images a folder of images, or save it with its features by save_to_disk."
             )
         return datasets.load_dataset(path, subset)[split].select_columns(columns)
     except ConfigError:
