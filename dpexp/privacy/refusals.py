@@ -233,7 +233,8 @@ def refuse_read_by_hooks(
     """
     layers = [name for name, _ in step.module.named_modules() if name]
     for owner, method in ((owner, method) for owner, methods in readers for method in methods):
-        read = {name for kind in type(owner).__mro__ for name in _attributes_read(vars(kind).get(method))}
+        kinds = [kind for kind in type(owner).__mro__ if not kind.__module__.startswith((*OURS, "transformers."))]
+        read = {name for kind in kinds for name in _attributes_read(vars(kind).get(method))}
         for name in kept:
             layer = max((f"{one}." for one in layers if name.startswith(f"{one}.")), key=len, default="")
             if name.removeprefix(layer).partition(".")[0] in read:

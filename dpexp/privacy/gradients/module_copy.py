@@ -42,9 +42,9 @@ def copies(
 ) -> Iterator[tuple[Any, Any]]:
     """Copies of a module and of its step's owner, and of all objects and containers that are reached from them.
 
-    The module's parameters are shared. In the place of data sets and optimizers is a `View`. An attribute of a module
-    that cannot be copied is shared; one of another owner cannot be read. Meanwhile the classes of layers and owner hold
-    copies of their data, too, and what is set on these classes is undone.
+    The module's parameters are shared. In the place of attributes that are data sets is a `View`. An attribute of a
+    module that cannot be copied is shared; one of another owner cannot be read. Meanwhile the classes of layers and
+    owner hold copies of their data, too, and what is set on these classes is undone.
 
     Args:
         owner: the module itself, another object, or None.
@@ -72,9 +72,10 @@ def _copy_of_module(module: nn.Module, shared: tuple[type, ...]) -> tuple[Any, d
     """The copy, and copies by the id of what was copied."""
     copied: Any
     memo: dict[int, Any] = {}
-    held = [value for layer in module.modules() for name, value in vars(layer).items() if name != "_modules"]
+    named = [item for layer in module.modules() for item in vars(layer).items() if item[0] != "_modules"]
+    held = [value for _, value in named]
     memo |= {id(value): value for value in held if isinstance(value, shared)}
-    memo |= {id(value): _viewed(value, memo) for value in held if isinstance(value, _DATA)}
+    memo |= {id(value): _viewed(value, memo, f"self.{name}") for name, value in named if isinstance(value, _DATA)}
     try:
         copied = copy.deepcopy(module, known := dict(memo))
     except Exception:
@@ -95,13 +96,21 @@ def _copy_of_owner(owner: Any, known: dict[int, Any], parts: Sequence[str]) -> A
     known[id(owner)] = made
     for name, value in vars(owner).items():
         vars(made)[name] = _viewed(value, known, f"self.{name}")
-        if name not in parts and not isinstance(value, _DATA):
+        if name not in parts and not isinstance(value, (*_VALUES, *_DATA)):
             with suppress(Exception):
-                vars(made)[name] = copy.deepcopy(value, known)
+                vars(made)[name] = _copied(value, known)
     return made
 
 
-def _viewed(value: Any, known: dict[int, Any], name: str = "data of the module") -> Any:
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """A copy; if that fails, nothing half made is left in `known`."""
+    tried = dict(known)
+    copied = copy.deepcopy(value, tried)
+    known.update(tried)
+    return copied
+
+
+def _viewed(value: Any, known: dict[int, Any], name: str) -> Any:
     """A plain value itself, the settings of an optimizer or a scheduler, and a `View` of anything else."""
     if isinstance(value, _VALUES):
         return value
@@ -121,7 +130,7 @@ def _copy_class_data(kinds: set[type], known: dict[int, Any], shared: tuple[type
         for name, value in _data_of(kind).items():
             if not isinstance(value, shared):
                 with suppress(Exception):
-                    setattr(kind, name, copy.deepcopy(value, known))
+                    setattr(kind, name, _copied(value, known))
 
     def undo() -> None:
         for kind, held in before.items():
@@ -188,6 +197,8 @@ def _held_by(one: Any) -> dict[str, Any]:
 
 
 def _entries(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if type(value) is View:
+        return
     inner: Iterator[tuple[Any, Any]] = iter(())
     if isinstance(value, (dict, *_CONTAINERS)):
         yield f"{name}.len", len(value)
@@ -309,6 +320,6 @@ def _settings(optimizer: Any) -> torch.optim.Optimizer:
     """An optimizer that only has the settings of another's groups."""
     made = torch.optim.Optimizer.__new__(torch.optim.Optimizer)
     groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
-    groups = copy.deepcopy(groups)
-    vars(made).update(param_groups=[group | {"params": []} for group in groups], state={}, defaults={})
+    groups, defaults = copy.deepcopy((groups, getattr(optimizer, "defaults", {})))
+    vars(made).update(param_groups=[group | {"params": []} for group in groups], state={}, defaults=defaults)
     return made

@@ -164,9 +164,12 @@ class OneAtATime:
     def weights(self) -> dict[str, bytes]:
         """Digests of what no record may change: PyTorch's version counters miss writes through `.data` and NumPy.
 
-        Of parameters, attributes and hooks count, too.
+        Of parameters, attributes, hooks, and gradients of those that are not trained count, too.
         """
-        held = {name: bits_of([vars(p), has_gradient_hooks(p)]) for name, p in self._module.named_parameters()}
+        held: dict[str, bytes] = {}
+        for name, p in self._module.named_parameters():
+            gradient = None if p.requires_grad else p.grad
+            held[name] = bits_of([vars(p), [*map(id, vars(p).values())], has_gradient_hooks(p), gradient])
         return {name: one + held.get(name, b"") for name, one in digests(self._module).items()}
 
     def refuse_changes(self, before: dict[str, bytes]) -> None:

@@ -101,8 +101,11 @@ class Inputs:
         return [".".join(filter(None, (kinds[k], layer, key))) for (k, layer, _, key), *_ in self._places]
 
     def specs(self) -> list[Any]:
-        """(shape, dtype, device) of each, on which a graph relies; None where there is none."""
-        return [None if t is None else (t.shape, t.dtype, t.device) for t in self._found()]
+        """What a graph relies on: shape, dtype, device, and the first place of the same tensor; None where there is
+        none."""
+        first: dict[int, int] = {}
+        found = enumerate(self._found())
+        return [None if t is None else (t.shape, t.dtype, t.device, first.setdefault(id(t), k)) for k, t in found]
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
