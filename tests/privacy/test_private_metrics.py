@@ -352,7 +352,7 @@ def test_shares_leave_the_rest_to_gradients():
     explicit = own_plan(model, noise_multiplier=None, group=per_layer(), allocation=Explicit({"0": 2.0, "1": 4.0}))
     sigmas = {group.name: group.sigma for group in explicit.groups}
     assert sigmas["0"] == pytest.approx(2.0) and sigmas["1"] == pytest.approx(4.0)
-    assert explicit.noise_multiplier == pytest.approx((0.3125 / 0.79) ** -0.5)
+    assert explicit.noise_multiplier == pytest.approx((0.15625 / 0.79) ** -0.5)  # S = 1/√2 each
 
 
 def test_schedules_of_S_leave_metrics_alone():
