@@ -24,12 +24,12 @@ _NOT_SUPPORTED = (
     "auto_find_batch_size",
 )  # fmt: skip
 _JOINS_ROWS = ("packing", "padding_free")
-# Attributes of a Trainer that belong to the run, of which compute_loss may read numbers; and methods that are called
-# besides.
+# Attributes of a Trainer that belong to the run, of which compute_loss may read numbers:
 _PARTS = (
     "args", "state", "control", "callback_handler", "accelerator", "processing_class", "optimizer", "lr_scheduler",
     "private", "train_dataset", "eval_dataset", "data_collator",
 )  # fmt: skip
+# Its methods that must not read what compute_loss keeps:
 _METHODS = ("log", "evaluate", "evaluation_loop", "prediction_step", "save_model", "train")
 
 
