@@ -1,7 +1,7 @@
 """A `Trainer` of transformers that trains privately."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -176,11 +176,13 @@ class _Rounds(Private):
         return [(self._trainer, _METHODS)]
 
     def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        def imitated() -> AbstractContextManager:
-            around, epoch = ExitStack(), t / self.plan.sampling.rounds_per_epoch
-            around.enter_context(patch.multiple(self._trainer.state, global_step=t, epoch=epoch))
-            around.enter_context(later_settings([self.optimizer]))
-            return around
+        epoch = t / self.plan.sampling.rounds_per_epoch
+
+        @contextmanager
+        def imitated() -> Iterator[None]:
+            counts = patch.multiple(self._trainer.state, global_step=t, epoch=epoch)
+            with counts, later_settings([self.optimizer]):
+                yield
 
         return imitated
 

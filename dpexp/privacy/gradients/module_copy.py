@@ -61,8 +61,9 @@ def copies(
             for kind in (Tensor, nn.Parameter):
                 copying.enter_context(patch.object(kind, "__deepcopy__", lambda t, memo: replace(t)))
             own, known = _copy_of_module(module, shared)
-            own_owner = own if owner is module else None
-            if owner is not None and owner is not module:
+            if owner is None or owner is module:
+                own_owner = None if owner is None else own
+            else:
                 own_owner = _copy_of_owner(owner, known, parts)
             around.callback(_copy_class_data({*map(type, module.modules()), type(owner)}, known, shared))
         yield own, own_owner

@@ -230,9 +230,10 @@ class Step:
             self._graphs, self._refused = {chunk.key: self._usual_shape}, {}
             return
         self._changes += not epoch_begins
-        if max(self._changes, self._other) > _MAX_CHANGES:
-            hooked = "hooks change an attribute that it reads in every round; keep it in a buffer"
-            raise NotTraceable(OTHER_FUNCTION if self._other else hooked)
+        if self._other > _MAX_CHANGES:
+            raise NotTraceable(OTHER_FUNCTION)
+        if self._changes > _MAX_CHANGES:
+            raise NotTraceable("hooks change an attribute that it reads in every round; keep it in a buffer")
         self._use(new, chunk)
 
     def _graphs_of(self, chunk: Chunk) -> Graphs:

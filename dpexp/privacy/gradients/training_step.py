@@ -31,7 +31,7 @@ class TrainingStep:
             loss = own.loss(record)  # computed on a copy of the model
 
     Attributes:
-        call: (stand-in, batch of one record) -> its loss, or a dictionary or tuple that holds it.
+        call: (stand-in, batch of one record) -> its loss, or a dictionary that holds it.
         module: the trained module.
         owner: whose method the step is: a LightningModule, which is `module`, or a Trainer; None: nobody.
         function: the user's function that `call` calls.
