@@ -178,10 +178,6 @@ FAULTS = [
     fault("other shapes keep the step that was", STEP,
           "self._graphs, self._refused = {chunk.key: self._usual_shape}, {}",
           "pass", "one_record -k all_shapes"),
-    fault("a broken tie is not looked at", TRACE, "one if all(other is one for other in others) else None", "one",
-          "one_record -k tie"),
-    fault("attributes of parameters are not looked at", ALONE, "one + held.get(name, b\"\")", "one",
-          "left_behind -k parameter"),
     # Factors
     fault("rows of padding count", FACTORS, "torch.where((index == padding)[..., None], 0, g)", "g",
           "factors -k padding"),

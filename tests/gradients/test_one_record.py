@@ -17,7 +17,6 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.gradients import factors, lifted
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.layer_gradients import DenseGradient
-from dpexp.privacy.gradients.one_record import Inputs
 from dpexp.privacy.gradients.step import LOOP, TRACED
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.training_memory import Memory
@@ -141,15 +140,6 @@ def test_another_function_is_that_of_records_of_all_shapes():
     engine.step.trace_again(of(2.0))
     assert engine.step.mode == TRACED
     assert relative_error(sums_of(engine, of(2.0), longer()), {name: 2 * total for name, total in first.items()}) < 1e-5
-
-
-def test_a_broken_tie_of_weights_is_noticed():
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].weight = module[0].weight
-    inputs = Inputs([module])
-    before = inputs.specs()
-    module[1].weight = nn.Parameter(torch.ones(3, 3))
-    assert len(before) == 3 and inputs.specs() != before
 
 
 def test_a_record_contributes_the_same_whichever_shape_decides_the_mode():

@@ -296,10 +296,11 @@ class View:
         if isinstance(value, pl.loggers.Logger):
             return pl.loggers.logger.DummyLogger()
         packages = {one.__module__.partition(".")[0] for one in type(value).__mro__}
-        of_library = packages & _PACKAGES and not isinstance(value, pl.LightningDataModule | nn.Module)
-        if of_library or isinstance(value, _VALUES) or hasattr(value, "param_groups") or hasattr(value, "get_last_lr"):
-            return _viewed(value, self._copies, name)
-        self._refuse(value, name)
+        is_part = packages & _PACKAGES and not isinstance(value, pl.LightningDataModule | nn.Module)
+        viewed = _viewed(value, self._copies, name)
+        if type(viewed) is View and not is_part:
+            self._refuse(value, name)
+        return viewed
 
     def _refuse(self, value: Any, name: str) -> NoReturn:
         raise ConfigError(_REFUSED.format(name=name, kind=type(value).__name__))

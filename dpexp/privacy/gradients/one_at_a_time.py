@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp._torch_compat import has_gradient_hooks, parameters_replaced, tree_unflatten
+from dpexp._torch_compat import parameters_replaced, tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import describe, explain
 from dpexp.privacy.gradients.chunk import (
@@ -50,7 +50,7 @@ from dpexp.privacy.gradients.training_step import StandIn
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.privacy_unit import LocalTraining
-from dpexp.privacy.state_checks import KEEPS_STATE, bits_of, differ, digests, refuse_kept
+from dpexp.privacy.state_checks import KEEPS_STATE, differ, digests, refuse_kept
 
 
 class LocalTrainer:
@@ -162,15 +162,8 @@ class OneAtATime:
         return ChunkGradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
     def weights(self) -> dict[str, bytes]:
-        """Digests of what no record may change: PyTorch's version counters miss writes through `.data` and NumPy.
-
-        Of parameters, attributes, hooks, and gradients of those that are not trained count, too.
-        """
-        held: dict[str, bytes] = {}
-        for name, p in self._module.named_parameters():
-            gradient = None if p.requires_grad else p.grad
-            held[name] = bits_of([vars(p), [*map(id, vars(p).values())], has_gradient_hooks(p), gradient])
-        return {name: one + held.get(name, b"") for name, one in digests(self._module).items()}
+        """Digests of what no record may change: PyTorch's version counters miss writes through `.data` and NumPy."""
+        return digests(self._module)
 
     def refuse_changes(self, before: dict[str, bytes]) -> None:
         """Raises ConfigError: a weight is not what it was."""

@@ -67,21 +67,20 @@ class Inputs:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        places: dict[int, list[tuple[int, str, int, str]]] = {}  # module, layer, parameters or buffers, own name
+        places: dict[int, tuple[int, str, int, str]] = {}  # module, layer, parameters or buffers, own name
         for k, module in enumerate(modules):
             for layer, part in module.named_modules():
                 for kind, owner in enumerate(own_tensors(part)):
                     for key, tensor in owner.items():
                         if tensor is not None and not is_lazy(tensor):
-                            places.setdefault(id(tensor), []).append((k, layer, kind, key))
-        self._places = [*places.values()]  # of each tensor, several if it is tied
+                            places.setdefault(id(tensor), (k, layer, kind, key))
+        self._places = [*places.values()]
 
     def _found(self) -> list[Tensor | None]:
-        """The tensors; None in the place of one that is no longer there, or no longer tied."""
-        layers = {place[:2]: _layer(self._modules[place[0]], place[1]) for places in self._places for place in places}
-        owners = {place: own_tensors(layer) if layer is not None else ({}, {}) for place, layer in layers.items()}
-        tied = [[owners[k, layer][kind].get(key) for k, layer, kind, key in places] for places in self._places]
-        return [one if all(other is one for other in others) else None for one, *others in tied]
+        """The tensors; None in the place of one that is no longer there."""
+        layers = {(k, layer): _layer(self._modules[k], layer) for k, layer, *_ in self._places}
+        owners = {place: ({}, {}) if layer is None else own_tensors(layer) for place, layer in layers.items()}
+        return [owners[k, layer][kind].get(key) for k, layer, kind, key in self._places]
 
     def tensors(self) -> list[Tensor]:
         return [t for t in self._found() if t is not None]
@@ -98,14 +97,11 @@ class Inputs:
 
     def names(self) -> list[str]:
         kinds = [f"{type(module).__name__}" if k else "" for k, module in enumerate(self._modules)]
-        return [".".join(filter(None, (kinds[k], layer, key))) for (k, layer, _, key), *_ in self._places]
+        return [".".join(filter(None, (kinds[k], layer, key))) for k, layer, _, key in self._places]
 
     def specs(self) -> list[Any]:
-        """What a graph relies on: shape, dtype, device, and the first place of the same tensor; None where there is
-        none."""
-        first: dict[int, int] = {}
-        found = enumerate(self._found())
-        return [None if t is None else (t.shape, t.dtype, t.device, first.setdefault(id(t), k)) for k, t in found]
+        """(shape, dtype, device) of each, on which a graph relies; None where there is none."""
+        return [None if t is None else (t.shape, t.dtype, t.device) for t in self._found()]
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pandas import NA, ArrowDtype, DataFrame, Series, StringDtype, concat, factorize
+from pandas import NA, ArrowDtype, DataFrame, Series, StringDtype, factorize
 from pandas.io.common import get_handle
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -29,7 +29,6 @@ _BATCH = 1000  # inputs that a model predicts for at once
 _DELIMITERS = ",;\t|"
 _LONGEST = 2**31 - 1  # characters of a field in a CSV file
 _END = 'the"end'  # a line after all others, which is a row by itself unless a quote is open
-_AT_ONCE = 100_000  # rows of a CSV file that are held as lists
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
 
@@ -173,7 +172,8 @@ def _csv(where: str, file: Path, is_public: bool) -> DataFrame:
     if names == [_END]:
         raise ValueError("No columns to read from file")
     _check_names(where, [name.strip() for name in names])
-    parts, rows, last = [], [], []
+    rows: list[list[str]] = []
+    last: list[str] = []
     for last in reader:
         missing = len(names) - len(last)
         if is_public and missing < 0:
@@ -181,12 +181,9 @@ def _csv(where: str, file: Path, is_public: bool) -> DataFrame:
         if last or not is_public:
             kept = last if is_public or not missing else []
             rows.append(kept + [""] * (len(names) - len(kept)))
-        if len(rows) == _AT_ONCE:
-            parts.append(DataFrame(rows, columns=names, dtype=str))
-            rows = []
     if last != [_END]:
         raise ValueError("a quote is never closed")
-    return concat([*parts, DataFrame(rows, columns=names, dtype=str)], ignore_index=True)[:-1]
+    return DataFrame(rows[:-1], columns=names, dtype=str)
 
 
 def _content(file: Path, errors: str) -> str:
