@@ -17,8 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_a_wheel_has_code_and_configuration():
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel["only-include"] == ["dpexp", "conf", "sweeps"] and wheel["exclude"] == ["conf/sweep"]
-    assert wheel["sources"] == {"conf": "dpexp/conf", "sweeps": "dpexp/conf/sweep"}
+    assert wheel["only-include"] == ["dpexp", "conf"] and wheel["sources"] == {"conf": "dpexp/conf"}
 
 
 def test_the_package_is_found_from_a_folder_with_one_of_its_name(tmp_path):
