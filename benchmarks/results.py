@@ -3,13 +3,13 @@
     python benchmarks/results.py run DATA [NAME …] [KEY=VALUE …]   # each at its seeds; what was run is not run again
     python benchmarks/results.py write      # docs/results.csv, docs/results.md between its two marks, docs/curves.png
 
-DATA holds the folders mnist, fashion_mnist, cifar10, adult and shakespeare. NAMEs are those of the table's first
-column, all if none is given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments
-results/NAME of $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
+DATA holds the folders mnist, fashion_mnist, cifar10, adult and shakespeare. NAMEs are those of ROWS, all if none is
+given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments results/NAME of
+$MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 """
 
 import json
-import math
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -44,6 +44,7 @@ class Row:
         epsilons: it is run at each; (): at that of the command.
         goals: at each ε, the test accuracy aimed at, in per cent.
         tested: number of test records.
+        title: of its curve in the figure.
     """
 
     command: str
@@ -53,6 +54,7 @@ class Row:
     epsilons: tuple[float, ...] = ()
     goals: Mapping[float, float] = field(default_factory=dict)
     tested: int = 10_000
+    title: str = ""
 
 
 DPSUR, SCATTERING = "DPSUR, 2024", "Tramèr & Boneh, 2021"
@@ -63,21 +65,23 @@ ROWS = {
     "fashion_scattering": Row("experiment=fashion_scattering", "fashion_mnist", {3: (89.7, SCATTERING)}),
     "mnist_frontier": Row(
         "experiment=mnist_frontier", "mnist", {1: (98.17, DPSUR), 2: (98.74, DPSUR), 3: (98.95, DPSUR)}, 5, CURVE,
-        {1: 98.6, 2: 98.95, 3: 99.0, 8: 99.1},
+        {1: 98.6, 2: 98.95, 3: 99.0, 8: 99.1}, title="MNIST",
     ),
     "fashion_frontier": Row(
         "experiment=fashion_frontier", "fashion_mnist", {1: (88.38, DPSUR), 2: (89.34, DPSUR), 3: (89.90, DPSUR)}, 5,
-        CURVE, {1: 89.1, 2: 90.3, 3: 90.7, 8: 91.1},
+        CURVE, {1: 89.1, 2: 90.3, 3: 90.7, 8: 91.1}, title="Fashion-MNIST",
     ),
     "cifar10_features": Row(  # no published figure beside it: its images are a JPEG copy
-        "experiment=cifar10_features", "cifar10", epsilons=(1, 3, 8), goals={1: 80}
+        "experiment=cifar10_features", "cifar10", epsilons=(1, 3, 8), goals={1: 80},
+        title="CIFAR-10, pretrained features",
     ),
     "cifar10_scattering": Row(
-        "experiment=cifar10_scattering", "cifar10", epsilons=CURVE, goals={1: 62, 2: 66, 3: 68}
+        "experiment=cifar10_scattering", "cifar10", epsilons=CURVE, goals={1: 62, 2: 66, 3: 68},
+        title="CIFAR-10, no public data",
     ),
     "adult": Row(
         "experiment=adult", "adult", {0.07: (81.3, "S-GBDT, 2023"), 0.5: (82.9, "S-GBDT, 2023, at ε = 0.54")},
-        5, (0.07, 0.1, 0.5, 1, 3), {0.5: 83.0}, tested=16_281,
+        5, (0.07, 0.1, 0.5, 1, 3), {0.5: 83.0}, tested=16_281, title="Adult: incomes, a table",
     ),
     "mnist_users": Row("experiment=mnist_users", "mnist"),
     "shakespeare_users": Row("experiment=shakespeare_users", "shakespeare", seeds=1, tested=0),
@@ -149,8 +153,9 @@ def _but_for_places(configuration: str) -> str:
 
 
 HEAD = [
-    "| | ε, at most | published | goal | here, % | margin, points | runs | minutes | commit | `python -m dpexp …` |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| `python -m dpexp …` | ε, at most | here, % | published, % | margin, points (standard errors) | goal, % | runs "
+    "| minutes | commit |",
+    "|---|---|---|---|---|---|---|---|---|",
 ]
 
 
@@ -160,15 +165,16 @@ def table(runs: DataFrame) -> list[str]:
     for (name, target), alike in runs.groupby(["experiment", "target"], sort=False):
         own, row = alike[alike["settings"] == alike["settings"].iloc[-1]], ROWS[name]
         accuracy = 100 * own["accuracy"]
-        spread = f" ± {accuracy.std():.2f}" if len(own) > 1 else ""
+        spread = f"\u00a0±\u00a0{accuracy.std():.2f}" if len(own) > 1 else ""
         published = row.published.get(target)
         minutes = own["minutes"].median()
         command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
         cells = (
-            name, up(own["epsilon"].max(), 4), f"{published[0]:g}, {published[1]}" if published else "",
-            f"{row.goals[target]:g}" if target in row.goals else "", f"{accuracy.mean():.2f}{spread}",
-            margin(accuracy, published[0], row.tested) if published else "", len(own), f"{minutes:.1f}",
-            " ".join(dict.fromkeys(own["commit"])), f"`{command}`",
+            f"`{command}`", up(own["epsilon"].max(), 4), f"{accuracy.mean():.2f}{spread}",
+            f"{published[0]:g}, {published[1]}" if published else "",
+            margin(accuracy, published[0], row.tested) if published else "",
+            f"{row.goals[target]:g}" if target in row.goals else "", len(own), f"{minutes:.1f}",
+            " ".join(dict.fromkeys(own["commit"])),
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
@@ -179,35 +185,45 @@ def margin(accuracy: Series, published: float, tested: int) -> str:
     of an accuracy on so many test records. *Above*: by more than 2 of the former and 1 of the latter."""
     points, of_seeds = accuracy.mean() - published, accuracy.std() / len(accuracy) ** 0.5  # NaN of one seed
     of_test = (accuracy.mean() * (100 - accuracy.mean()) / tested) ** 0.5
-    above = "**above**, " if points > max(2 * of_seeds, of_test) and len(accuracy) > 1 else ""
-    in_errors = f"{points / of_seeds:.0f} of runs, " if of_seeds > 0 else ""
-    return f"{points:+.2f}, {above}{in_errors}{points / of_test:.1f} of the test set"
+    above = ", **above**" if points > max(2 * of_seeds, of_test) and len(accuracy) > 1 else ""
+    in_errors = f"{points / of_seeds:.0f}; " if of_seeds > 0 else ""
+    return f"{points:+.2f}{above} ({in_errors}{points / of_test:.1f})"
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("| ").split(" | ")]
+
+
+def row_of(command: str) -> str:
+    """The name of the row that a cell of the table's first column is of."""
+    without_epsilon = re.sub(r" privacy\.epsilon=.*", "", command.strip("`"))
+    return next(name for name, row in ROWS.items() if row.command == without_epsilon)
 
 
 def curves(lines: list[str], path: Path) -> None:
     """Accuracy against ε of the experiments that have several rows, with what others report."""
     points: dict[str, dict[float, tuple[float, float]]] = {}
-    for name, epsilon, _, _, here, *_ in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines):
-        mean, _, spread = here.partition(" ± ")
-        points.setdefault(name, {})[float(epsilon)] = float(mean), float(spread or 0)
+    for command, epsilon, here, *_ in map(cells_of, lines):
+        mean, _, spread = here.partition("±")
+        points.setdefault(row_of(command), {})[float(epsilon)] = float(mean), float(spread or 0)
     shown = {name: curve for name, curve in points.items() if len(curve) > 1}
-    rows = math.ceil(len(shown) / 3)
-    figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
-    places = [*figure.subplots(rows, 3, squeeze=False).flat]
-    for axes in places[len(shown) :]:
-        axes.remove()
-    for axes, (name, curve) in zip(places, shown.items(), strict=False):
-        axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label="here")
-        for marker, source in zip("*^v", dict.fromkeys(who for _, who in ROWS[name].published.values()), strict=False):
-            best = {epsilon: best for epsilon, (best, who) in ROWS[name].published.items() if who == source}
+    names = [*shown, *[*shown][-1:] * (len(shown) % 2)]  # of an odd number the last has a row of its own
+    grid = [names[k : k + 2] for k in range(0, len(names), 2)]
+    figure = Figure(figsize=(6, 2.3 * len(grid)), layout="constrained")  # so narrow that a phone shows it whole
+    for name, axes in figure.subplot_mosaic(grid).items():
+        row, curve = ROWS[name], shown[name]
+        axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label="dpexp")
+        for marker, source in zip("*^v", dict.fromkeys(who for _, who in row.published.values()), strict=False):
+            best = {epsilon: best for epsilon, (best, who) in row.published.items() if who == source}
             axes.plot([*best], [*best.values()], marker, color="black", markersize=9, label=source)
         axes.set_xscale("log")
         axes.set_xticks([*curve], [f"{epsilon:.2g}" for epsilon in curve])
         axes.minorticks_off()
-        axes.set(title=name, xlabel="ε at δ = 1e-5", ylabel="test accuracy, %")
+        axes.set_title(row.title, fontsize="medium")
+        axes.set(xlabel="ε at δ = 1e-5", ylabel="test accuracy, %")
         axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=130)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=200)
 
 
 def write(page: Path) -> list[str]:
@@ -224,10 +240,14 @@ def write(page: Path) -> list[str]:
     if not mark:
         raise ValueError(f"{page} has no {BEGIN} … {END}.")
     new = table(runs)
-    made = {line.split(" | ")[-1] for line in new}
-    stay = [line for line in old.splitlines() if line.startswith("| ") and line.split(" | ")[-1] not in made][1:]
-    order = [*ROWS]
-    lines = sorted([*new, *stay], key=lambda line: (order.index(line.split(" | ")[0][2:]), float(line.split(" | ")[1])))
+    made = {cells_of(line)[0] for line in new}
+    stay = [line for line in old.splitlines() if line.startswith("| ") and cells_of(line)[0] not in made][1:]
+
+    def place(line: str) -> tuple[int, float]:
+        command, epsilon, *_ = cells_of(line)
+        return [*ROWS].index(row_of(command)), float(epsilon)
+
+    lines = sorted([*new, *stay], key=place)
     page.write_text(before + "\n".join([BEGIN, "", *HEAD, *lines, "", END]) + after)
     return lines
 
