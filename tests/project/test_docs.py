@@ -12,11 +12,14 @@ import pytorch_lightning as pl
 import yaml
 
 import dpexp
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting import ledger as ledgers
+from dpexp.accounting.coverage import check_delta
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent, read_ledger
 from dpexp.accounting.risk import risk
 from dpexp.commands import validate
 from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
+from dpexp.privacy import round as rounds_module
 from dpexp.privacy.private_metrics import metric_releases
 from tests.pages import DOCS, FENCED, NOT_JOBS, NOTEBOOKS, PAGES, ROOT, TEXTS, blocks, composed, name, text_of
 
@@ -262,6 +265,52 @@ def leaves(nav):
     for entry in nav:
         for under in entry.values() if isinstance(entry, dict) else [entry]:
             yield from [under] if isinstance(under, str) else leaves(under)
+
+
+def test_the_home_page_leads_to_what_people_have():
+    """It has README's commands, each way of training one's own, and each tutorial but that of sweeps."""
+    home = (DOCS / "index.md").read_text()
+    ways = {f"own_loop.md#{anchor}" for anchor in anchors(DOCS / "own_loop.md") if anchor.startswith("i-have")}
+    ways |= {f"own_data.md#{anchor}" for anchor in ("a-table", "images", "fine-tune-a-language-model")}
+    ways |= {f"tutorials/{notebook.name}" for notebook in NOTEBOOKS} - {"tutorials/sweep.ipynb"}
+    assert len(ways) == 11 and [way for way in ways if f"({way})" not in home] == []
+    assert '--8<-- "README.md:commands"' in home
+    first = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"][:1])]
+    assert first[:4] == ["index.md", "quick_start.md", "own_data.md", "own_loop.md"]
+
+
+GLOSSARY = (DOCS / "glossary.md").read_text()
+
+
+def cost(q, rounds, z, accountant="pld"):
+    """ε at δ = 1e-5 with two decimals, rounded up."""
+    one = Round(SamplingEvent("poisson", q, 60_000), (SumQueryEvent("all", 1.0, z),))
+    return f"{ceil(100 * dpexp.epsilon(Ledger('add_remove', {one: rounds}), 1e-5, accountant)) / 100:.2f}"
+
+
+def test_the_glossarys_figures_come_out():
+    said = re.findall(r"([\d.]+) in (\d+) rounds at q = ([\d.]+)", GLOSSARY)
+    assert len(said) == 3 and [epsilon for epsilon, *_ in said] == [cost(float(q), int(T), 1.0) for _, T, q in said]
+    sweep = yaml.safe_load((ROOT / "sweeps" / "noise_cost.yaml").read_text())["sampling"]
+    q = sweep["expected_batch_size"] / 60_000
+    by_accountant = re.findall(r"([\d.]+) by `(pld|rdp|moments)`", GLOSSARY)
+    assert by_accountant == [(cost(q, ceil(sweep["epochs"] / q), 0.7, name), name) for _, name in by_accountant] != []
+
+
+def test_the_glossary_says_which_delta_is_refused():
+    """Of Laplace queries alone the least δ gives ε of pure differential privacy."""
+    with pytest.raises(ConfigError):
+        check_delta(0.0)
+    check_delta(1e-300)
+    three = {Round(SamplingEvent("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 2.0),)): 3}
+    assert dpexp.epsilon(Ledger("add_remove", three), 1e-300) == pytest.approx(3 * 0.5, rel=1e-12)
+
+
+def test_the_glossarys_classes_exist():
+    rows = [row.split("|")[3] for row in GLOSSARY.partition("\n## ")[0].splitlines() if row.startswith("| ")][1:]
+    names = re.findall(r"`([A-Z]\w+)", " ".join(rows))
+    assert len(names) > 12 and {"SamplingEvent", "SumQueryEvent", "PrivateRound"} <= {*names}
+    assert [name for name in names if not any(hasattr(place, name) for place in (dpexp, ledgers, rounds_module))] == []
 
 
 def test_the_pages_of_options_and_commands_are_current(monkeypatch):
