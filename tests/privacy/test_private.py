@@ -398,6 +398,9 @@ def test_a_trainer_of_transformers_lowers_its_rate_where_the_evaluation_stalls(t
     its.train()
     rates = [log["learning_rate"] for log in its.state.log_history if "learning_rate" in log]
     assert rates == [1e-5, 1e-5, 1e-5, 5e-6, 5e-6, 2.5e-6]
+    with pytest.warns(UserWarning, match="the plan's 6 rounds are done"):
+        its.train()
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 6
 
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
