@@ -78,7 +78,7 @@ class Private(PrivateTraining):
 
         Args:
             dataset: of the training records, record i as dataset[i]; or a tuple of arrays or tensors, (X, y), whose
-                rows are the records. Floating-point numbers of arrays get the model's dtype.
+                rows are the records. Their floating-point numbers get the model's dtype.
             collate_fn: makes a batch of one record, as `DataLoader` passes it; by default PyTorch's.
             num_workers: processes that fetch records.
 

@@ -1,6 +1,7 @@
 """Loops of one's own: the same weights as by a Trainer, the same ledger, the same refusals."""
 
 import itertools
+import warnings
 
 import pytest
 import pytorch_lightning as pl
@@ -227,8 +228,10 @@ def test_loops_go_on_where_the_plan_stands_until_its_rounds_are_done(tmp_path):
     assert repr(private) == f"Private: 6 of 6 rounds done, ledger {tmp_path / 'ledger.jsonl'}"
     ledger = dpexp.read_ledger(tmp_path / "ledger.jsonl")
     assert ledger == private.plan.ledger() and private.epsilon() == dpexp.epsilon(ledger, delta=DELTA)
-    with pytest.warns(UserWarning, match="the plan's 6 rounds are done, so that nothing more is trained"):
+    with pytest.warns(UserWarning, match="the plan's 6 rounds are done, so that nothing more is trained") as told:
         assert [*private.rounds(records())] == []
+    shown = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in told]
+    assert shown == [f"dpexp: {one.message}\n" for one in told], "without a path, as in a notebook"
 
 
 def test_a_round_that_is_done_again_after_an_interrupt_counts_twice(tmp_path, monkeypatch):
