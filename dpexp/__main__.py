@@ -7,7 +7,6 @@ import errno
 import os
 import shlex
 import sys
-import warnings
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -53,11 +52,9 @@ FUNCTIONS = {
 HELP = {"--help", "-h"}
 FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
                errno.EISDIR, errno.ENOENT)  # fmt: skip
-_format_warning = warnings.formatwarning
 
 
 def main() -> None:
-    warnings.formatwarning = _as_a_sentence
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
     os.environ[config.COMMAND] = shlex.join(["dpexp", *sys.argv[1:]])
     # Must be set before torch is imported: its threads otherwise spin while they wait for one another, which takes the
@@ -143,15 +140,6 @@ def job(cfg: DictConfig) -> float | None:
             words = " ".join(f"{type(error).__name__}: {error}".split())
             print_line(label, f"[bold red]FAILED[/]: {escape(words.removeprefix('ConfigError: '))}")
         raise
-
-
-def _as_a_sentence(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Formats warnings; those of dpexp's own modules without their place in the code."""
-    if Path(filename).is_relative_to(Path(__file__).parent):
-        return f"dpexp: {message}\n"
-    return _format_warning(message, category, filename, lineno, line)
 
 
 if __name__ == "__main__":

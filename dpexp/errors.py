@@ -1,10 +1,17 @@
 """Exceptions whose messages are sentences for the user, and checks of single values."""
 
+import inspect
 import math
 import traceback
+import warnings
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Public = TypeVar("Public", bound=Callable[..., Any])
+_format_warning = warnings.formatwarning
 
 
 class ConfigError(ValueError):
@@ -42,6 +49,30 @@ def exactly_one(section: str, **choices: Any) -> None:
         raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")
 
 
+def says_how_to_call(public: Public) -> Public:
+    """Decorates a class or function: the TypeError of a call with wrong arguments has the line to write."""
+    is_class, parameters = isinstance(public, type), inspect.signature(public).parameters
+    called: Any = public.__init__ if is_class else public  # type: ignore[misc]
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+
+    @wraps(called)
+    def checked(*args: Any, **given: Any) -> Any:
+        try:
+            return called(*args, **given)
+        except TypeError as error:
+            if getattr(error.__traceback__, "tb_next", None):  # raised inside, not by the call
+                raise
+            ends = [name.split("_")[-1] for name in given if name not in parameters]
+            likely = [name for name in parameters if name.split("_")[-1] in ends][:1]
+            line = ", ".join(f"{name}=…" for name in likely or needed or parameters)
+            raise TypeError(f"{error}; write {public.__name__}({line}).") from None
+
+    if not is_class:
+        return checked  # type: ignore[return-value]
+    public.__init__ = checked  # type: ignore[method-assign]
+    return public
+
+
 def words_of(error: BaseException) -> str:
     """The message of an error, whose `__str__` may be a user's code and fail."""
     try:
@@ -73,3 +104,15 @@ def named(path: str) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be imported: {error}.") from error
+
+
+def _as_a_sentence(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Formats warnings; those of dpexp's own modules without their place in the code."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        return f"dpexp: {message}\n"
+    return _format_warning(message, category, filename, lineno, line)
+
+
+warnings.formatwarning = _as_a_sentence  # in commands, programs and notebooks alike

@@ -1,11 +1,13 @@
-"""Rows of tensors that keep their places, whether or not they can be used."""
+"""Rows of tensors and arrays: those that keep their places whether or not they can be used, and a loop's own."""
 
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from dpexp.errors import RecordError
+from dpexp.errors import ConfigError, RecordError
 
 
 class PlacedRows(TensorDataset):
@@ -25,6 +27,29 @@ class PlacedRows(TensorDataset):
         if not self.usable[i].all():
             raise RecordError(self.reason)
         return super().__getitem__(i)
+
+
+def as_dataset(data: Any, dtype: torch.dtype) -> Any:
+    """What gives record i as data[i]: `data` itself; or the rows of a tuple of arrays or tensors, such as (X, y).
+
+    Args:
+        dtype: of floating-point numbers of such a tuple, which NumPy and pandas keep as float64.
+
+    Raises:
+        ConfigError: `data` has no record i.
+    """
+    is_tuple = isinstance(data, tuple) and bool(data) and all(hasattr(part, "__array__") and part.ndim for part in data)
+    if is_tuple and len({*map(len, data)}) == 1:
+        tensors = [torch.as_tensor(part if isinstance(part, Tensor) else np.array(part)) for part in data]
+        return TensorDataset(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
+    has_no_place = hasattr(data, "keys") or not hasattr(data, "__getitem__")
+    if is_tuple or (has_no_place and not isinstance(data, Dataset)):
+        raise ConfigError(
+            "private.rounds draws records by itself, from a data set whose record i is data[i] (of a DataLoader: "
+            "loader.dataset), or from a tuple of arrays or tensors of equally many rows, (X, y); it got a "
+            f"{type(data).__name__}."
+        )
+    return data
 
 
 PLAIN = (TensorDataset, PlacedRows)  # data sets without code of the user's

@@ -54,7 +54,7 @@ class PrivateTrainer(Trainer):
         self.control: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *_: Any, **__: Any) -> TrainOutput:
-        """Trains for the plan's rounds.
+        """Trains for the plan's rounds; called again, it goes on where they stand.
 
         Args:
             resume_from_checkpoint: a folder that `save_strategy` made; True: the last one.
@@ -68,7 +68,7 @@ class PrivateTrainer(Trainer):
         self.create_optimizer_and_scheduler(self.plan.rounds)
         ledger = Path(args.output_dir) / "ledger.jsonl"
         ledger.parent.mkdir(parents=True, exist_ok=True)
-        self.private = private = _Rounds(self, ledger)
+        self.private = private = self.private or _Rounds(self, ledger)
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint)
         loader = self.get_train_dataloader()

@@ -1,5 +1,6 @@
 """The Lightning callback that carries out a privacy plan."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -9,7 +10,8 @@ from unittest.mock import patch
 import torch
 
 from dpexp._lightning_compat import TrainerFn, pl, refuse_mixed, replace_training_loader, training_loader
-from dpexp.errors import ConfigError
+from dpexp.accounting.rounding import up
+from dpexp.errors import ConfigError, says_how_to_call
 from dpexp.privacy import muted_logging, refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
@@ -18,6 +20,7 @@ from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.training import PrivateTraining
 
 
+@says_how_to_call
 class PrivacyCallback(PrivateTraining, pl.Callback):
     """Trains any LightningModule by DP-SGD, as `plan` says.
 
@@ -81,6 +84,17 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         with self._processes.fail_together():
             if self.plan.rounds:
                 refusals.refuse_optimizers(trainer, pl_module)
+        assert self._rounds
+        rounds = refusals.rounds_to_train(
+            trainer, self.plan, self.rounds_done, self._rounds.sampler.place(self.rounds_done)[0]
+        )
+        if rounds < self.plan.rounds:
+            epsilon = up(self.readings.after(rounds), 4) if self.readings else "unknown without a delta"
+            warnings.warn(
+                f"trainer.max_epochs={trainer.max_epochs} with max_steps={trainer.max_steps} ends the training after "
+                f"{rounds} of the plan's {self.plan.rounds} rounds, at ε = {epsilon}. The noise was calibrated for "
+                "all of them: plan fewer, which need less noise, unless the training will go on."
+            )
         self._preprocess()
         muted_logging.mute(pl_module, self._logged)
         trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds

@@ -1,17 +1,17 @@
 """Private training in a plain PyTorch loop."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import read_ledger
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, says_how_to_call
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
 from dpexp.privacy.gradients.training_step import TrainingStep
@@ -19,8 +19,10 @@ from dpexp.privacy.muted_logging import later_settings
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.training import PrivateTraining, device_of
+from dpexp.rows import as_dataset
 
 
+@says_how_to_call
 class Private(PrivateTraining):
     """Trains any `nn.Module` by DP-SGD, as `plan` says, in your own loop.
 
@@ -66,20 +68,30 @@ class Private(PrivateTraining):
         self.model, self.optimizer = model, optimizer
         self._sample: SealedSample | None = None  # the present one, until its step
 
+    def __repr__(self) -> str:
+        return f"Private: {self.rounds_done} of {self.plan.rounds} rounds done, ledger {self.ledger_path}"
+
     def rounds(
-        self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
-    ) -> Iterator[SealedSample]:
-        """One sample a round, for `step`; ends after the plan's rounds.
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
+    ) -> "Rounds":
+        """One sample a round, for `step`; ends after the plan's rounds. After a `break`, another call goes on.
 
         Args:
-            dataset: of the training records; it supports indexing.
+            dataset: of the training records, record i as dataset[i]; or a tuple of arrays or tensors, (X, y), whose
+                rows are the records. Their floating-point numbers get the model's dtype.
             collate_fn: makes a batch of one record, as `DataLoader` passes it; by default PyTorch's.
             num_workers: processes that fetch records.
 
         Raises:
             ConfigError: the model, the optimizer or the data cannot be trained on privately, or a round had no `step`.
         """
-        loader = DataLoader(dataset, collate_fn=collate_fn, num_workers=num_workers)
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        loader = DataLoader(as_dataset(dataset, dtype), collate_fn=collate_fn, num_workers=num_workers)
+        return Rounds(self, self._samples(loader))
+
+    def _samples(self, loader: DataLoader) -> Generator[SealedSample, None, None]:
+        if self._rounds is not None:
+            raise ConfigError("an earlier loop of private.rounds has not ended; go on with it, or call its close().")
         resumed_from = "given" if self._position is not None else None
         self.model.train()
         try:
@@ -138,3 +150,20 @@ class Private(PrivateTraining):
 
     def _check(self) -> None:
         refusals.refuse_optimizer(self.optimizer, self.model)
+
+
+class Rounds(Iterator[SealedSample]):
+    """The samples of the rounds that are left, as many as `len` tells a progress bar."""
+
+    def __init__(self, private: Private, samples: Generator[SealedSample, None, None]) -> None:
+        self._private, self._samples = private, samples
+
+    def __next__(self) -> SealedSample:
+        return next(self._samples)
+
+    def __len__(self) -> int:
+        return self._private.plan.rounds - self._private.rounds_done
+
+    def close(self) -> None:
+        """Ends the loop, as `break` does if no variable holds the rounds."""
+        self._samples.close()

@@ -1,7 +1,6 @@
 """Refuses models, trainers and optimizers that cannot be trained privately, before the first release."""
 
 import dis
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -117,21 +116,15 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         )
 
 
-def rounds_to_train(trainer: pl.Trainer, plan: PrivacyPlan) -> int:
-    """The number of rounds that the Trainer will train. Refuses max_epochs below the plan's rounds."""
-    rounds, epochs = plan.rounds, math.ceil(plan.rounds / plan.sampling.rounds_per_epoch - 1e-9)
-    if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"trainer.max_epochs={trainer.max_epochs} ends before the plan's {rounds} rounds, which take "
-            f"{epochs} epoch{'s' * (epochs != 1)} of 1/q rounds; give max_epochs=-1, or plan fewer rounds, which need "
-            "less noise."
-        )
-    if -1 < trainer.max_steps < rounds:
-        warnings.warn(
-            f"trainer.max_steps={trainer.max_steps} ends before the plan's {rounds} rounds, for which the noise was "
-            "calibrated; plan fewer rounds, unless the training will be resumed."
-        )
-    return rounds if trainer.max_steps == -1 else min(rounds, trainer.max_steps)
+def rounds_to_train(trainer: pl.Trainer, plan: PrivacyPlan, done: int = 0, epoch: int = 0) -> int:
+    """The number of the plan's rounds that are done once the Trainer ends; it begins after `done`, in `epoch`."""
+    ends, epochs = [plan.rounds], trainer.max_epochs
+    if trainer.max_steps > -1:
+        ends.append(done + trainer.max_steps - trainer.global_step)
+    if epochs is not None and epochs > -1:
+        epochs += epoch - trainer.current_epoch
+        ends.append(plan.at_round(0).sampling.rounds(epochs) if epochs > 0 else 0)
+    return min(ends)
 
 
 def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]) -> None:
@@ -194,6 +187,12 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
             raise ConfigError(
                 f"{type(callback).__name__} trains on records without noise and without a ledger; choose learning "
                 "rates on public data, or by a sweep, whose parent run accounts for all its runs."
+            )
+        if isinstance(callback, pl.callbacks.ModelPruning | pl.callbacks.BaseFinetuning):
+            raise ConfigError(
+                f"{type(callback).__name__} changes the parameters, or which of them are trained, during training, and "
+                "the plan's rounds release those that it was made for; prune or freeze before make_plan, or prune "
+                "after training, which costs no privacy; train others in a second job, from the first one's weights."
             )
 
 

@@ -89,11 +89,13 @@ class PrivateRound:
         planned = Counter(name for vector in vectors for name in vector.parameters if name not in values)
         if planned != Counter([*self.parameters]):
             odd = sorted(n for n in {**planned, **self.parameters} if planned[n] != (n in self.parameters))
-            raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
+            raise ConfigError(
+                f"the plan was made for another model: they differ in {', '.join(odd)}; make it for the module as "
+                "it is trained, once all that is not trained is frozen."
+            )
         for name, parameter in self.parameters.items():
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
-        self._trained = {id(p) for p in self.parameters.values()}
         self._sums: dict[str, Tensor] = {}
         self._clip = ClippedSums(plan.groups, plan.adaptive, self.parameters, self._values)
         local = plan.privacy_unit.local_training
@@ -117,10 +119,9 @@ class PrivateRound:
         Raises:
             ConfigError: the module's trainable parameters are no longer those of the plan.
         """
-        trained = {id(p) for p in self._module.parameters() if p.requires_grad and p.numel()}
-        if trained != self._trained:
-            now = trainable(self._module)
-            changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
+        now = trainable(self._module)
+        changed = [name for name in {**now, **self.parameters} if now.get(name) is not self.parameters.get(name)]
+        if changed:
             raise ConfigError(
                 f"model: {', '.join(sorted(changed))} became trainable, ceased to be, or was replaced during training, "
                 "but the plan was made before; train in two jobs, the second from the first one's weights."

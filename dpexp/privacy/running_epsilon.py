@@ -14,6 +14,7 @@ class RunningEpsilon:
     """ε of a training run at the given δ.
 
     Attributes:
+        delta: the given δ.
         epsilon: at the last reading.
         at_most: at the next reading.
         read_at: completed rounds at the last reading.
@@ -22,7 +23,7 @@ class RunningEpsilon:
     def __init__(self, plan: PrivacyPlan, delta: float, accountant: str) -> None:
         self.epsilon = self.at_most = 0.0
         self.read_at = self._since = 0
-        self._plan, self._delta, self._accountant = plan, delta, accountant
+        self._plan, self.delta, self._accountant = plan, delta, accountant
         self._every = math.ceil(max(1, plan.rounds) / _READINGS)
         self._before = Ledger(plan.adjacency, {})
 
@@ -44,11 +45,15 @@ class RunningEpsilon:
 
     def read(self, ledger: Ledger, completed: int) -> None:
         self.read_at = completed
-        self.epsilon = epsilon(ledger, self._delta, self._accountant)
+        self.epsilon = epsilon(ledger, self.delta, self._accountant)
         self._look_ahead(completed)
 
     def _look_ahead(self, completed: int) -> None:
         """Computes `at_most`: the cost of the plan's rounds does not depend on what is learnt during training."""
         next_reading = min(1 << completed.bit_length(), (completed // self._every + 1) * self._every, self._plan.rounds)
-        ahead = concatenate([self._before, replace(self._plan, rounds=next_reading).ledger(self._since)])
-        self.at_most = max(self.epsilon, epsilon(ahead, self._delta, self._accountant))
+        self.at_most = max(self.epsilon, self.after(next_reading))
+
+    def after(self, rounds: int) -> float:
+        """ε once so many of the plan's rounds are done, from the rounds that the ledger had at the beginning."""
+        ahead = concatenate([self._before, replace(self._plan, rounds=rounds).ledger(self._since)])
+        return epsilon(ahead, self.delta, self._accountant)

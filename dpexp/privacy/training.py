@@ -145,10 +145,12 @@ class PrivateTraining:
 
         Args:
             loader: of the training set; its data set, collation and workers are used.
-            resumed_from: the checkpoint, for messages; None: the training begins.
+            resumed_from: the checkpoint, for messages; None: the training begins, or goes on where this object stands.
             check: refuses more, in all processes together.
         """
         self._processes = processes
+        if goes_on := resumed_from is None and self._ledger is not None:
+            resumed_from, self._position = self.ledger_path, self._ledger.position or {}  # the main process has one
         sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
         self._until_closed.enter_context(trained_privately(module))
         device = device_of(module)
@@ -185,14 +187,20 @@ class PrivateTraining:
             self._not_private_reason, self.plan.privacy_unit.to_header(), self.plan.part,
         )  # fmt: skip
         self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *header))
+        self._position = None  # where it stands is in the ledger now
         begun, completed = self._ledger.ledger.training_rounds, self.rounds_done
         self.rounds_done = self.plan.resumed_at(completed, self._ledger.ledger)
         if self.rounds_done > completed:
             left = self.plan.rounds - self.rounds_done
-            goes_on = f"a new epoch begins, and {left} rounds are left" if left else "no epoch is left; training ends"
+            then = f"a new epoch begins, and {left} rounds are left" if left else "no epoch is left; training ends"
             warnings.warn(
                 f"sampling={self.plan.sampling.name}: the interrupted epoch's samples cannot be drawn again, and ε "
-                f"counts the whole epoch, so {self.rounds_done - completed} rounds are lost; {goes_on}."
+                f"counts the whole epoch, so {self.rounds_done - completed} rounds are lost; {then}."
+            )
+        if goes_on and self.rounds_done >= self.plan.rounds:
+            warnings.warn(
+                f"the plan's {self.plan.rounds} rounds are done, so that nothing more is trained: one loop over "
+                "private.rounds, or one fit, trains all of them. More rounds need a plan of more."
             )
         if self.readings:
             self.readings.begin(self._ledger.ledger, self.rounds_done)

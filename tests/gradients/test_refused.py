@@ -123,7 +123,7 @@ UNTRAINED, LINEAR, CLASSIFY = "fails for every synthetic record", lambda: nn.Lin
 SEALED, GRADIENT = "sealed", r"net\.0.*hook, which would not be called"
 REFUSED = {  # what is said, whether some rounds are released before, and functions that make the arguments of `trained`
     # Of the Trainer
-    "layers that thaw": ("became trainable", True, {
+    "layers that thaw": ("changes the parameters, or which", False, {
         "module": frozen, "callbacks": lambda: [Thawing()], "steps": 3}),
     "rounds accumulated": ("accumulate_grad_batches=2", True, {
         "callbacks": lambda: [GradientAccumulationScheduler(scheduling={0: 1, 1: 2})], "steps": 3}),

@@ -73,3 +73,38 @@ def test_a_policy_is_chosen_by_its_dotted_name():
 def test_objects_refuse_their_own_values(make, options, message):
     with pytest.raises(dpexp.ConfigError, match=message):
         make(**options)
+
+
+def public_classes():
+    named = [getattr(dpexp, name) for name in dpexp.__all__]
+    not_made_by_users = (dpexp.ConfigError, dpexp.Ledger, dpexp.PrivacyPlan, dpexp.Classifier)
+    return [one for one in named if isinstance(one, type) and one not in not_made_by_users]
+
+
+@pytest.mark.parametrize("public", [*public_classes(), dpexp.make_plan], ids=lambda one: one.__name__)
+def test_an_unknown_argument_is_answered_with_the_line_to_write(public):
+    with pytest.raises(TypeError, match=rf"unexpected keyword .*'unheard_of'; write {public.__name__}\("):
+        public(unheard_of=1)
+
+
+@pytest.mark.parametrize(
+    "call, line",
+    [
+        (lambda: dpexp.Sampling(batch_size=256), r"'batch_size'; write Sampling\(expected_batch_size=…\)\.$"),
+        (lambda: dpexp.Sampling(sample_rate=0.1), r"write Sampling\(sampling_rate=…\)"),
+        (lambda: dpexp.Target(target_epsilon=3.0), r"write Target\(epsilon=…\)"),
+        (lambda: dpexp.Clipping(max_grad_norm=1.0), r"write Clipping\(clip_norm=…\)"),
+        (lambda: dpexp.Private(1, 2, 3), r"'ledger'; write Private\(model=…, optimizer=…, plan=…, ledger=…\)"),
+        (lambda: dpexp.PrivacyCallback(1, "l", seed=2), r"write PrivacyCallback\(noise_seed=…\)"),
+        (lambda: dpexp.make_plan(1, 300), r"write make_plan\(module=…, n=…, sampling=…, target=…\)"),
+    ],
+)
+def test_a_wrong_argument_is_answered_with_the_likely_one_or_what_is_needed(call, line):
+    with pytest.raises(TypeError, match=line):
+        call()
+
+
+def test_a_type_error_inside_a_constructor_stays_as_it_is():
+    with pytest.raises(TypeError) as raised:
+        dpexp.Sampling(sampling_rate=0.1, steps=1, policy=["poisson"])
+    assert "write" not in str(raised.value)

@@ -331,3 +331,12 @@ def test_what_is_left_of_a_plan_are_its_last_rounds():
     for since in (0, 4, 10, 24, 25):
         left = {round(round_.noise_multiplier, 9): count for round_, count in made.ledger(since).rounds.items()}
         assert left == Counter(([2.0] * 10 + [1.0] * 15)[since:])
+
+
+def test_a_plan_is_shown_in_a_few_short_lines():
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
+    plan = plan_of(module, n=300, q=0.1, steps=6, epsilon=2.0, delta=1e-5, group=per_layer())
+    first, *others = repr(plan).split("\n")
+    assert first.startswith("PrivacyPlan: 6 rounds of Poisson(q=0.1), n = 300, z = 1.") and first.endswith("groups: 20")
+    assert others[0].startswith("  0: 6 numbers, S = 0.2236, σ̃ = ") and len(others) == 8
+    assert max(map(len, (first, *others))) < 100

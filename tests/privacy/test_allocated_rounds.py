@@ -197,6 +197,22 @@ def test_a_loop_of_ones_own_resumes_alike(tmp_path):
         assert loop(state)[1] == 0
 
 
+def test_a_second_loop_begins_the_next_epoch_that_is_not_charged(tmp_path):
+    module = Rates()
+    plan = plan_for(module, clip_norm=FixedClipNorm(1.0))
+    private = dpexp.Private(module, torch.optim.SGD(module.parameters(), lr=0.0), plan, tmp_path / "ledger")
+    loss_of, data = (lambda model, record: (model.weights * record[0]).sum()), (torch.eye(N, dtype=torch.float64),)
+    for sample in private.rounds(data):
+        private.step(loss_of, sample)
+        if private.rounds_done == 6:
+            break
+    with pytest.warns(UserWarning, match="2 rounds are lost; a new epoch begins, and 12 rounds are left"):
+        for sample in private.rounds(data):
+            private.step(loss_of, sample)
+    assert read_ledger(tmp_path / "ledger").training_rounds == 18
+    assert sum(releases(read_ledger(tmp_path / "ledger")).values()) == 5
+
+
 def test_an_early_stop_keeps_the_charge_of_the_whole_epoch(tmp_path):
     job = Job(tmp_path)
     job.train(stop=5)

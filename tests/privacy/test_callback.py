@@ -1,7 +1,6 @@
 """The callback in a real Lightning Trainer, against the same training done by hand."""
 
 import copy
-import math
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -25,6 +24,7 @@ from torch.utils.data import (
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.accounting.releases import releases
+from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
@@ -402,13 +402,72 @@ def test_schedulers_get_the_rounds_of_the_plan_and_there_is_none_beyond(tmp_path
     assert isinstance(pl.Trainer.estimated_stepping_batches, property)
 
 
-def test_a_trainer_that_ends_before_the_plan_is_refused_or_warned_about(tmp_path):
-    epochs = math.ceil(T * Q)
-    expect_refusal(tmp_path, f"max_epochs={epochs - 1} ends before", options={"max_epochs": epochs - 1})
-    assert fit(tmp_path, options={"max_epochs": epochs})[1].global_step == T
-    privacy = dpexp.PrivacyCallback(plan_for(module := Model()), tmp_path / "steps.jsonl")
-    with pytest.warns(UserWarning, match="max_steps=2 ends before the plan's"):
-        trainer(privacy, max_steps=2).fit(module, Data())
+def test_a_trainer_that_ends_before_the_plan_is_told_its_epsilon_and_another_fit_goes_on(tmp_path, recwarn):
+    """Rounds beyond the Trainer's end are neither trained nor counted, and ε of those before is named."""
+    plan = plan_for(Model(), steps=None, epochs=2, delta=1e-4)
+    assert plan.rounds == 14 > 2 / Q
+
+    def trained(privacy, module, **ends):
+        recwarn.clear()
+        trainer(privacy, **ends).fit(module, Data())
+        ledger = read_ledger(privacy.ledger_path)
+        assert ledger.training_rounds == privacy.rounds_done
+        said = [str(w.message) for w in recwarn if "ends the training after" in str(w.message)]
+        return privacy.rounds_done, said, dpexp.epsilon(ledger, 1e-4)
+
+    def callback(name):
+        return dpexp.PrivacyCallback(plan, tmp_path / name), Model()
+
+    rounds, said, whole = trained(*callback("all"), max_epochs=2)
+    assert (rounds, said) == (14, [])
+    rounds, (said,), epsilon = trained(*callback("epochs"), max_epochs=1)
+    assert (rounds, f"after 7 of the plan's 14 rounds, at ε = {up(epsilon, 4)}" in said) == (7, True)
+    assert epsilon < whole
+    privacy, module = callback("steps")
+    rounds, (said,), epsilon = trained(privacy, module, max_steps=5)
+    assert (rounds, f"after 5 of the plan's 14 rounds, at ε = {up(epsilon, 4)}" in said) == (5, True)
+    rounds, (said,), epsilon = trained(privacy, module, max_steps=5)  # another fit goes on
+    assert (rounds, f"after 10 of the plan's 14 rounds, at ε = {up(epsilon, 4)}" in said) == (10, True)
+    assert trained(privacy, module, max_epochs=100) == (14, [], whole)
+    assert trained(privacy, module, max_epochs=100) == (14, [], whole)
+    assert "the plan's 14 rounds are done, so that nothing more is trained" in str([str(w.message) for w in recwarn])
+
+
+class Prunes(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        torch.nn.utils.prune.l1_unstructured(module.net[2], "weight", 0.5)
+
+
+class Freezes(pl.Callback):
+    def setup(self, trainer, module, stage):
+        module.net[0].requires_grad_(False)
+
+
+class Unfreezes(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+
+@pytest.mark.parametrize(
+    "callback, words",
+    [
+        (pl.callbacks.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning changes the parameters.* prune"),
+        (pl.callbacks.BackboneFinetuning(1), "BackboneFinetuning changes .* freeze before make_plan"),
+        (Unfreezes(), "Unfreezes changes the parameters, or which of them are trained"),
+        (Prunes(), r"net\.2\.weight, net\.2\.weight_orig became trainable, ceased to be, or was replaced"),
+        (Freezes(), r"differ in .*net\.0\.bias, net\.0\.weight; make it for the module as it is trained"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_callbacks_that_change_the_parameters_are_refused(tmp_path, callback, words):
+    module = Model()
+    module.backbone = module.net[0]  # as BackboneFinetuning needs
+    run = trainer(callback, dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"))
+    with pytest.raises(ConfigError, match=words):
+        run.fit(module, Data())
 
 
 class Monitors(Model):

@@ -19,7 +19,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, collectives_refused, digest_of_plan, digest_of_records
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
-from dpexp.privacy.plan.clipping import Global
+from dpexp.privacy.plan.clipping import FixedClipNorm, Global
 from dpexp.privacy.sampling.loader import RoundSampler
 from dpexp.privacy.sampling.policies import FullBatch
 from dpexp.privacy.sampling.privacy_unit import User
@@ -150,6 +150,7 @@ def a_plan(**choices):
 
 def test_plans_that_differ_in_whatever_they_say_are_told_apart():
     others = [
+        {"clip_norm": FixedClipNorm(1 + 1e-9)},
         {"schedules": {"S": [50, 50]}}, {"clip_norm": AdaptiveClipNorm()},
         {"clip_norm": AdaptiveClipNorm(target_quantile=0.9)},
         {"clip_rule": Global(3.0)},

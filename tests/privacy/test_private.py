@@ -1,6 +1,7 @@
 """Loops of one's own: the same weights as by a Trainer, the same ledger, the same refusals."""
 
 import itertools
+import warnings
 
 import pytest
 import pytorch_lightning as pl
@@ -121,6 +122,11 @@ def never(loop):
     list(loop.private.rounds(records()))
 
 
+def unpacked(loop):
+    for sample in loop.private.rounds(records()):
+        _, _ = sample
+
+
 def batch_norm(loop):
     loop.model.append(nn.BatchNorm1d(3))
     loop.run()
@@ -152,6 +158,7 @@ def another_plan(loop):
         (late, "takes the present sample"),
         (of_another, "takes the present sample"),
         (never, "round 1 ended without private.step"),
+        (unpacked, r"sealed outside training_step \(in a loop: loss_of"),
         (batch_norm, "mixes the records of a batch"),
         (stateful, "changed inside training_step"),
         (another_head, "it is not the model's"),
@@ -161,6 +168,95 @@ def another_plan(loop):
 def test_mistakes_are_refused(tmp_path, mistake, words):
     with pytest.raises(dpexp.ConfigError, match=words):
         mistake(Loop(tmp_path / "ledger.jsonl", seed=None))
+
+
+X, Y = records().tensors
+
+
+class Frame:
+    """As pandas' DataFrame: rows of an array, found by column."""
+
+    shape, ndim, keys = (N, 6), 2, ("a",)
+    __len__ = lambda self: N  # noqa: E731
+    __getitem__ = lambda self, column: {"a": X}[column]  # noqa: E731
+    __array__ = lambda self, *_, **__: X.double().numpy()  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "data",
+    [(X, Y), (X.numpy(), Y.numpy()), (X.double().numpy(), Y.numpy()), (X.double(), Y), (Frame(), Y)],
+    ids=["tensors", "arrays", "arrays of float64", "tensors of float64", "a frame"],
+)
+def test_arrays_and_tensors_are_taken_as_a_data_set(tmp_path, data):
+    loops = [Loop(tmp_path / f"{name}.jsonl") for name in ("own", "given")]
+    for loop, dataset in zip(loops, (records(), data), strict=True):
+        loop.run(dataset=dataset)
+    for own, given in zip(loops[0].model.parameters(), loops[1].model.parameters(), strict=True):
+        assert torch.equal(own, given)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataLoader(records(), 32),
+        iter(DataLoader(records(), 32)),
+        map(tuple, X),
+        {"x": X, "y": Y},
+        Frame(),
+        (X, Y[1:]),
+        None,
+    ],
+    ids=["a loader", "its iterator", "an iterator", "a dict", "a frame", "unequal arrays", "nothing"],
+)
+def test_what_has_no_record_at_a_place_is_refused_before_a_round(tmp_path, data):
+    loop = Loop(tmp_path / "ledger.jsonl")
+    with pytest.raises(dpexp.ConfigError, match=rf"loader\.dataset\).* \(X, y\); it got a {type(data).__name__}\."):
+        loop.private.rounds(data)
+    assert not loop.private.ledger_path.exists()
+
+
+def test_loops_go_on_where_the_plan_stands_until_its_rounds_are_done(tmp_path):
+    loop = Loop(tmp_path / "ledger.jsonl", seed=None)
+    private, left = loop.private, []
+    for _ in range(3):
+        left.append(len(private.rounds(records())))
+        for sample in private.rounds(records()):
+            private.step(loss_of, sample)
+            if private.rounds_done == 2:
+                break
+    assert left == [6, 4, 0] and private.rounds_done == 6
+    assert repr(private) == f"Private: 6 of 6 rounds done, ledger {tmp_path / 'ledger.jsonl'}"
+    ledger = dpexp.read_ledger(tmp_path / "ledger.jsonl")
+    assert ledger == private.plan.ledger() and private.epsilon() == dpexp.epsilon(ledger, delta=DELTA)
+    with pytest.warns(UserWarning, match="the plan's 6 rounds are done, so that nothing more is trained") as told:
+        assert [*private.rounds(records())] == []
+    shown = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in told]
+    assert shown == [f"dpexp: {one.message}\n" for one in told], "without a path, as in a notebook"
+
+
+def test_a_round_that_is_done_again_after_an_interrupt_counts_twice(tmp_path, monkeypatch):
+    loop = Loop(tmp_path / "ledger.jsonl", seed=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.private, "_optimize", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            loop.run()
+    assert loop.private.rounds_done == 0
+    loop.run()
+    assert loop.private.rounds_done == 6
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 7
+
+
+def test_a_loop_that_has_not_ended_is_ended_before_another_begins(tmp_path):
+    private = Loop(tmp_path / "ledger.jsonl").private
+    first = private.rounds(records())
+    private.step(loss_of, next(first))
+    with pytest.raises(dpexp.ConfigError, match=r"an earlier loop .* call its close\(\)"):
+        next(private.rounds(records()))
+    private.step(loss_of, next(first))
+    first.close()
+    second = private.rounds(records())
+    private.step(loss_of, next(second))
+    assert private.rounds_done == 3
 
 
 def test_what_a_loop_changes_at_an_epochs_start_changes_the_step(tmp_path):
@@ -305,6 +401,9 @@ def test_a_trainer_of_transformers_lowers_its_rate_where_the_evaluation_stalls(t
     its.train()
     rates = [log["learning_rate"] for log in its.state.log_history if "learning_rate" in log]
     assert rates == [1e-5, 1e-5, 1e-5, 5e-6, 5e-6, 2.5e-6]
+    with pytest.warns(UserWarning, match="the plan's 6 rounds are done"):
+        its.train()
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 6
 
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])

@@ -12,7 +12,7 @@ from dpexp.accounting.calibration import solve
 from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.ledger import OneTimeQueryEvent
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, says_how_to_call
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
 from dpexp.privacy.plan.adaptive_clipping import adaptive_targets, count_release
 from dpexp.privacy.plan.allocation import Allocation, Explicit, Proportional
@@ -37,6 +37,7 @@ from dpexp.privacy.sampling.policies import CyclicPoisson, FullBatch, RandomAllo
 from dpexp.privacy.sampling.privacy_unit import Example
 
 
+@says_how_to_call
 @dataclass(frozen=True)
 class Clipping:
     """What is clipped together, to which norms, and by which rule (paper, section 2).
@@ -71,6 +72,7 @@ class Clipping:
             raise ConfigError(f"vectors={self.vectors} is unknown; choose one of {', '.join(VECTORS)}.")
 
 
+@says_how_to_call
 def make_plan(
     module: nn.Module,
     *,

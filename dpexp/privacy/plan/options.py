@@ -10,7 +10,7 @@ from typing import Any
 
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.coverage import check_delta, yaml_name
-from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
+from dpexp.errors import ConfigError, exactly_one, positive, positive_integer, says_how_to_call
 from dpexp.privacy.plan.schedules import Schedule, segments
 from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
 
@@ -19,6 +19,7 @@ COEFFICIENTS = ("optimal", "sqrt")
 AUTO = "auto"
 
 
+@says_how_to_call
 @dataclass
 class Sampling:
     """How samples are drawn, and for how many rounds.
@@ -90,6 +91,7 @@ class Sampling:
         return policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
 
 
+@says_how_to_call
 @dataclass(frozen=True)
 class Target:
     """The privacy target, for which the noise is calibrated; or the noise multiplier itself. Give one of four.
@@ -176,6 +178,7 @@ def _check_tpr(rates: Mapping[float, float]) -> None:
             )
 
 
+@says_how_to_call
 @dataclass
 class Noise:
     """The noise mechanism.
@@ -236,6 +239,7 @@ class Noise:
             )
 
 
+@says_how_to_call
 @dataclass
 class Schedules:
     """How z, q and S vary over the rounds: multipliers of the plan's values (see `dpexp.privacy.plan.schedules`).

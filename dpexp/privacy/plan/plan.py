@@ -23,6 +23,8 @@ from dpexp.privacy.plan.schedules import Multipliers, Schedule
 from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Example
 
+_SHOWN = 8  # groups, in a table
+
 
 @dataclass(frozen=True)
 class Group:
@@ -123,6 +125,12 @@ class PrivacyPlan:
     privacy_unit: Example = field(default_factory=Example)
     delta: float | None = None
     part: Part | None = None
+
+    def __repr__(self) -> str:
+        """A short table, for notebooks."""
+        plan = f"PrivacyPlan: {self.rounds} rounds of {self.sampling}, n = {self.n}, z = {self.noise_multiplier:.4g}"
+        groups = [f"{group.name}: {group.d} numbers, S = {group.S:.4g}, σ̃ = {group.sigma:.4g}" for group in self.groups]
+        return "\n  ".join([f"{plan}; groups: {len(groups)}", *groups[:_SHOWN]])
 
     @property
     def noise_multiplier(self) -> float:

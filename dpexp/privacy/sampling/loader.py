@@ -64,8 +64,9 @@ class SealedSample:
 
 
 _SEALED = (
-    "a hook reads the training batch: outside training_step it is sealed, since what is learnt from records there "
-    "would leave without noise; validation batches are not."
+    "the training batch is sealed outside training_step (in a loop: loss_of, as private.step(loss_of, sample) calls it "
+    "with the model and a record), since what a hook or a loop learns from records would leave without noise; "
+    "validation batches are not."
 )
 
 
