@@ -26,10 +26,11 @@ PER_RECORD = ("experiment", "sweep", "hydra/launcher")  # options are whole sett
 NAMED = ("callbacks.", "preprocessing.")  # sections of which there may be several
 MOST_DEFAULTS, MOST_OWNERS = 3, 6  # that a cell lists
 _SECTIONS = "|".join(field.name for field in fields(Config))
-# A command goes on while its words can be a command's: its name, flags, FILES and key=value, without a full stop
-_ARGUMENTS = rf"(?: (?:(?:{'|'.join(COMMANDS)})\b|--?\w[\w-]*|[A-Z]{{2,}}(?:\.\w+)?\b|[+~]?[\w./]+=[^\s;,)]*[^\s;,).]))*"
+_NAMES = "|".join(COMMANDS)
+_WORD = rf"(?:{_NAMES})\b|--?\w[\w-]*|[A-Z]{{2,}}(?:\.\w+)?\b|[+~]?[\w./]+=[^\s;,)]*[^\s;,).]"  # of a command
 _CODES = (  # what a comment has as code
-    r"`[^`]+`", r"'[\w.]+=[^']*'", r"[\w.]+='[^']*'", rf"python (?:-m dpexp|[\w/]+\.py){_ARGUMENTS}", r"pip install '[^']*'",
+    r"`[^`]+`", r"'[\w.]+=[^']*'", r"[\w.]+='[^']*'", rf"python (?:-m dpexp|[\w/]+\.py)(?: (?:{_WORD}))*",
+    r"pip install '[^']*'",
     r"(?<![\w./])(?:\+?[\w./]+=[\w.\[\],…:/-]*[\w\]…]", r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", r"\[[\w-][^\]()]*\](?!\()",
     r"[\w.]*_target_", r"\$\{\w+\}", rf"(?:{_SECTIONS})\.\w+(?:\.\w+)*", r"[a-z]{2,}(?:_[a-z]+)+)",
 )  # fmt: skip
@@ -44,8 +45,8 @@ A job takes one option of each group, as `data=mnist`, and values, as `privacy.e
 | to choose | give |
 |---|---|
 | data and model | [`data`](#data), [`model`](#model), or a whole [`experiment`](#experiment) |
-| the guarantee | `privacy.epsilon`, and `privacy.delta` ([privacy](#privacy)); whose data it protects: [`privacy_unit`](#privacy_unit) |
-| size and number of samples | `sampling.expected_batch_size`; `sampling.epochs` or `sampling.steps` ([sampling](#sampling)) |
+| the guarantee | `privacy.epsilon` and `privacy.delta` ([privacy](#privacy)); [`privacy_unit`](#privacy_unit) |
+| samples | `sampling.expected_batch_size`; `sampling.epochs` or `sampling.steps` ([sampling](#sampling)) |
 | clipping | `clip_norm.value` ([clip_norm](#clip_norm)); [`group`](#group) |
 | steps | `optimizer.lr` ([optimizer](#optimizer)); [`scheduler`](#scheduler) |
 | several jobs | `-m` and values with commas, or a [`sweep`](#sweep) |
