@@ -321,9 +321,9 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def _nearest_key(word: str, known: Iterable[str]) -> str:
     """The end of a sentence that names the keys of any section that end in a word, as sampling.expected_batch_size ends
     in batch_size; if there are none, the nearest of those known."""
-    endings = tuple(f"{before}{SYNONYMS.get(word, word)}" for before in "._")
-    keys = [key for key in config.options_by_key() if key.endswith(endings)]
-    return f"; did you mean {' or '.join(keys)}?" if keys else _nearest(word, known)
+    known, meant = [*known], SYNONYMS.get(word, word)
+    keys = [key for key in config.options_by_key() if key.endswith((f".{meant}", f"_{meant}"))]
+    return f"; did you mean {' or '.join(keys)}?" if keys and meant not in known else _nearest(word, known)
 
 
 HEADER = """\
