@@ -60,6 +60,8 @@ TRACE, COPY, FACTORS, LIFTED, LAYERS, GRAPH, GRAPHS, STEP, ALONE, RECURRENT, COM
 
 FAULTS = [
     # Noise
+    fault("noise in which nothing can be learnt is not said", TRAINING, "if times > 1:", "if times > 1000:",
+          "private -k can_be_learnt"),
     fault("half the noise of small tensors", NOISE, "mul_(sigma).add_(total)", "mul_(sigma / 2).add_(total)",
         "continuous"),
     fault("half the noise of large tensors", NOISE, "normal(words, sigma / divisor)",
@@ -434,6 +436,17 @@ FAULTS = [
           "(records if self.sigma is None else 1.0)", "1.0", "solved_q -k average"),
     fault("rounds of epochs at the q given, not the solved one", "privacy/plan/make.py",
           "steps = steps or sampling.rounds(sampled)", "steps = steps or rounds", "solved_q -k epochs"),
+    # What people meet
+    fault("a learning rate schedule is tried for a round", "commands/build.py",
+          "min(cfg.rounds, _MOST_TRIED)", "min(1, 2)", "cli -k OneCycleLR"),
+    fault("an error of an optimizer is a traceback", "commands/build.py",
+          "except Exception as error:  # torch raises", "except TypeError as error:  # torch raises", "cli -k StepLR"),
+    fault("a bare key is not found in its section", "commands/command_line.py",
+          "if keys and meant not in known else", "if keys and False else", "cli -k slow_is_imported"),
+    fault("the end of a resumed job lacks what it repeats", "reporting/terminal.py", "up(epsilon(at_end, delta",
+          "up(epsilon(plan.ledger(), delta", "lightning -k killed_training"),
+    fault("a lock is waited for in silence", "tracking/client.py", 'warnings.warn(f"waiting for', 'str(f"waiting for',
+          "client -k waited_for"),
     # The budget of a data set
     fault("a lost ledger counts as nothing", COSTS,
           "        return _as_reserved(found, reservation, found.note)\n    ended", "        return found\n    ended",
@@ -489,8 +502,8 @@ FAULTS = [
           "if False:", "distributed -k told_apart"),
     fault("without privacy rows fail", "commands/train.py", "data.usable_only = plan is None",
           "data.usable_only = False", "tables -k trains_without"),
-    fault("a budget lets two jobs in at once", ADMISSION, "locked(lock_of(cfg.tracking.uri, cfg.data.id), _PATIENCE)",
-          'locked(output / "lock", _PATIENCE)', "data_budget -k race"),
+    fault("a budget lets two jobs in at once", ADMISSION, "lock = lock_of(cfg.tracking.uri, cfg.data.id)",
+          'lock = output / "lock"', "data_budget -k race"),
     fault("what is not named is trained too", "training/pretrained.py", "requires_grad_(is_trained(name))",
           "requires_grad_(True)", "pretrained"),
     fault("weights of any layer may differ", "training/pretrained.py", 'if name.rpartition(".")[0] not in layers]',

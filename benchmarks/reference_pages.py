@@ -26,8 +26,11 @@ PER_RECORD = ("experiment", "sweep", "hydra/launcher")  # options are whole sett
 NAMED = ("callbacks.", "preprocessing.")  # sections of which there may be several
 MOST_DEFAULTS, MOST_OWNERS = 3, 6  # that a cell lists
 _SECTIONS = "|".join(field.name for field in fields(Config))
+_NAMES = "|".join(COMMANDS)
+_WORD = rf"(?:{_NAMES})\b|--?\w[\w-]*|[A-Z]{{2,}}(?:\.\w+)?\b|[+~]?[\w./]+=[^\s;,)]*[^\s;,).]"  # of a command
 _CODES = (  # what a comment has as code
-    r"`[^`]+`", r"'[\w.]+=[^']*'", r"[\w.]+='[^']*'", r"python -m dpexp[^;.]*", r"pip install '[^']*'",
+    r"`[^`]+`", r"'[\w.]+=[^']*'", r"[\w.]+='[^']*'", rf"python (?:-m dpexp|[\w/]+\.py)(?: (?:{_WORD}))*",
+    r"pip install '[^']*'",
     r"(?<![\w./])(?:\+?[\w./]+=[\w.\[\],…:/-]*[\w\]…]", r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", r"\[[\w-][^\]()]*\](?!\()",
     r"[\w.]*_target_", r"\$\{\w+\}", rf"(?:{_SECTIONS})\.\w+(?:\.\w+)*", r"[a-z]{2,}(?:_[a-z]+)+)",
 )  # fmt: skip
@@ -36,18 +39,28 @@ KEY = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>.*?)(?:  +# ?(?P<commen
 INTRODUCTION = """\
 # Options
 
-`python benchmarks/reference_pages.py` writes this page from the YAML in `conf/`; `python -m dpexp help` and
-`python -m dpexp help NAME` print the same. A job takes one option of each group, `group=per_layer`, and values,
-`privacy.epsilon=8`. `--cfg job` shows the whole configuration without running it. Further options are your own:
-[Custom models, data and groups](own.md).
+A job takes one option of each group, as `data=mnist`, and values, as `privacy.epsilon=8`, in any order:
+`python -m dpexp data=mnist privacy.epsilon=8 optimizer.lr=0.5`. What most jobs set:
+
+| to choose | give |
+|---|---|
+| data and model | [`data`](#data), [`model`](#model), or a whole [`experiment`](#experiment) |
+| the guarantee | `privacy.epsilon` and `privacy.delta` ([privacy](#privacy)); [`privacy_unit`](#privacy_unit) |
+| samples | `sampling.expected_batch_size`; `sampling.epochs` or `sampling.steps` ([sampling](#sampling)) |
+| clipping | `clip_norm.value` ([clip_norm](#clip_norm)); [`group`](#group) |
+| steps | `optimizer.lr` ([optimizer](#optimizer)); [`scheduler`](#scheduler) |
+| several jobs | `-m` and values with commas, or a [`sweep`](#sweep) |
+
+`--cfg job` shows the whole configuration without running it, and `python -m dpexp help NAME` prints what this page says
+of a group or value. Further options are your own: [Custom models, data and groups](own.md).
 
 A default in *italics* is computed from other values; `???` must be given.
 """
 COMMANDS_PAGE = """\
 # Commands
 
-`python benchmarks/reference_pages.py` writes this page from the texts that `python -m dpexp help NAME` prints.
-Installed, `dpexp` is short for `python -m dpexp`.
+Each is `python -m dpexp NAME …`, or `dpexp NAME …` where the package is installed; `python -m dpexp help NAME` prints
+what this page says. Without a name, it is a job.
 
 ## A job
 

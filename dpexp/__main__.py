@@ -50,8 +50,7 @@ FUNCTIONS = {
     "version": "dpexp.commands.versions",
 }
 HELP = {"--help", "-h"}
-FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
-               errno.EISDIR, errno.ENOENT)  # fmt: skip
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # which may come without the name of a file
 
 
 def main() -> None:
@@ -75,10 +74,12 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
         sys.exit(141)
     except OSError as error:
-        if error.errno not in FILE_ERRORS:
+        if error.filename is None and error.errno not in DISK_ERRORS:
             raise
         path = error.filename2 or error.filename or os.getcwd()  # filename2: the destination of a copy
-        sys.exit(f"dpexp: {path} cannot be read or written: {error.strerror}.")
+        named = next((one for one in sys.argv[1:] if one.endswith(f"={path}")), path)
+        why = "it is a file, and must be a folder" if isinstance(error, FileExistsError) else error.strerror
+        sys.exit(f"dpexp: {named} cannot be read or written: {why}.")
 
 
 def _dispatch(arguments: list[str]) -> None:

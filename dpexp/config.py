@@ -2,14 +2,19 @@
 
 import math
 import os
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.accounting.ledger.events import Part
 from dpexp.errors import ConfigError
@@ -271,9 +276,28 @@ def _image_shape(n: int) -> list[int]:
     return [3, 32, 32] if n >= 10_000 else [3, 8, 8]
 
 
-def refusal_of_resolver(error: Exception) -> str:
-    """The message of a ConfigError that a resolver raised, of which OmegaConf keeps only the text; else empty."""
-    return str(error).splitlines()[0].partition("ConfigError raised while resolving interpolation: ")[2]
+def refusal_of_interpolation(error: OmegaConfBaseException) -> str:
+    """What is wrong with a value ${…}, if that is the error: the message of a ConfigError that a resolver raised, of
+    which OmegaConf keeps only the text, or a key that is not there, with the options that have it; else empty."""
+    said = str(error).splitlines()[0]
+    if missing := re.match("Interpolation key '(.+)' not found", said):
+        choice = " or ".join([*options_by_key().get(missing[1], ()), "another value"])
+        return f"{error.full_key or 'a value'}: there is no {missing[1]}; give {choice}."
+    return said.partition("ConfigError raised while resolving interpolation: ")[2]
+
+
+@cache
+def options_by_key() -> dict[str, list[str]]:
+    """section.key -> the options that have it, as group=option."""
+    found = defaultdict(list)
+    for path in [CONF / "config.yaml", *sorted(CONF.glob("*/*.yaml"))]:
+        group, content = path.parent.name, yaml.safe_load(path.read_text()) or {}
+        is_whole = path.parent == CONF or group in content
+        for section, values in (content if is_whole else {group: content}).items():
+            if isinstance(values, dict) and group not in ("experiment", "sweep"):
+                for key in values:
+                    found[f"{section}.{key}"].append(f"{group}={path.stem}")
+    return found
 
 
 def _power_of_ten_below(n: int) -> float:

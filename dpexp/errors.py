@@ -83,6 +83,13 @@ def words_of(error: BaseException) -> str:
         return "it has no readable message"
 
 
+def root_of(error: BaseException) -> BaseException:
+    """The cause that an error began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def place_of(error: BaseException) -> str:
     """The type of an error, and where it was raised: what may be told where its text may quote a record."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
@@ -97,13 +104,13 @@ def is_own(error: BaseException) -> bool:
     return own and (error.__cause__ is None or is_own(error.__cause__))
 
 
-def named(path: str) -> Any:
-    """The object of a dotted name, such as `package.Name`; a ConfigError if it cannot be imported."""
+def named(path: str, key: str = "") -> Any:
+    """The object of a dotted name, such as `package.Name`; a ConfigError if it cannot be imported, with its `key=`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be imported: {error}.") from error
+        raise ConfigError(f"{key}{path} cannot be imported: {error}.") from error
 
 
 def _as_a_sentence(

@@ -26,12 +26,13 @@ class Calibratable:
     held: str = ""
 
 
+MOST_ROUNDS = 2**31  # at a millisecond each, 25 days
 # With each σ_g of the averages held, σ̃_g = q n σ_g and z rise with q (paper, section 4). `clip_norm` scales every S_g.
 CALIBRATABLE = {
     "noise_multiplier": Calibratable(False, 2.0**-20, 2.0**20),
     "sampling_rate": Calibratable(False, 2.0**-40, 1.0, held="each σ_g of the averages"),
     "sampling_rate_at_fixed_noise": Calibratable(True, 2.0**-40, 1.0, held="z"),
-    "steps": Calibratable(True, 1, 2**40, is_integer=True, held="z and q"),
+    "steps": Calibratable(True, 1, MOST_ROUNDS, is_integer=True, held="z and q"),
     "clip_norm": Calibratable(True, 2.0**-20, 2.0**20, held="each σ̃_g"),
 }
 

@@ -68,7 +68,7 @@ def coverage(accountant: str) -> Coverage:
     """
     if accountant in _BUILT_IN:
         return _BUILT_IN[accountant]
-    found = getattr(named(accountant), "coverage", None) if "." in accountant else None
+    found = getattr(named(accountant, "accountant="), "coverage", None) if "." in accountant else None
     if not isinstance(found, Coverage):
         raise ConfigError(
             f"accountant={accountant} is unknown; known: {', '.join(NAMES)}, or package.Name with `coverage`."

@@ -23,7 +23,7 @@ from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
 from dpexp.config import BY_GROUP, CONF, part_of
-from dpexp.errors import ConfigError, place_of, words_of
+from dpexp.errors import ConfigError, place_of, root_of, words_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, has_no_rounds, make_plan
 from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
@@ -144,6 +144,11 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
+        if missing := re.match(r"Error locating target '([^']+)'", str(error)):
+            at, why = re.search("^full_key: (.+)$", str(error), re.MULTILINE), words_of(root_of(error))
+            raise ConfigError(
+                f"{at[1] if at else section}._target_={missing[1]} cannot be imported: {why.rstrip('.')}."
+            ) from error
         cause = error.__cause__ or str(error).splitlines()[0]
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
         if unknown and unknown[1] in node:
@@ -151,9 +156,13 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
             raise ConfigError(
                 f"{key}={node[unknown[1]]} is no option of {target}; if an experiment sets it, remove it with ~{key}."
             ) from error
-        given = ", ".join(f"{section}.{key}={value}" for key, value in node.items() if key != "_target_")
-        words = " ".join(str(cause).split()).rstrip(".")
-        raise ConfigError(f"{section}: {target} cannot be made{f' of {given}' * bool(given)}: {words}.") from error
+        raise _cannot_be_made(section, node, cause) from error
+
+
+def _cannot_be_made(section: str, node: Any, cause: Any) -> ConfigError:
+    given = ", ".join(f"{section}.{key}={value}" for key, value in node.items() if key != "_target_")
+    words = " ".join(str(cause).split()).rstrip(".")
+    return ConfigError(f"{section}: {node.get('_target_')} cannot be made{f' of {given}' * bool(given)}: {words}.")
 
 
 def _check_numbers(section: str, target: str, node: Any) -> None:
@@ -167,6 +176,9 @@ def _check_numbers(section: str, target: str, node: Any) -> None:
         kinds = {*get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
         if kinds <= _NUMBERS and isinstance(value, str | DictConfig | ListConfig):
             raise ConfigError(f"{section}.{key}={value} must be a number, as {target} takes it.")
+        length = len(get_args(kind)) if get_origin(kind) is tuple and ... not in get_args(kind) else 0
+        if length and key in node and len(value if isinstance(value, ListConfig) else ()) != length:
+            raise ConfigError(f"{section}.{key}={value} must be a list of {length}, as {target} takes it.")
 
 
 _NUMBERS = {int, float, bool, type(None), torch.Tensor}
@@ -240,14 +252,24 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
             raise ConfigError(f"{chosen[0]} would be ignored: {why}; leave it out.")
         return
     module.optimizer = make("optimizer", {**cfg.optimizer} | default_learning_rate(cfg, plan), _partial_=True)
+    _try_optimizers("optimizer", cfg, module)
     if cfg.scheduler:
         module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
+        _try_optimizers("scheduler", cfg, module)
+
+
+def _try_optimizers(section: str, cfg: DictConfig, module: Classifier) -> None:
+    """Makes optimizer and scheduler once, and tries the schedule's steps, before training."""
     try:
-        module.configure_optimizers()
-    except (TypeError, ValueError) as error:
-        sections = {section: {**cfg[section]} for section in ("optimizer", "scheduler") if cfg[section]}
-        values = [f"{section}.{key}={value}" for section, node in sections.items() for key, value in node.items()]
-        raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(values)}: {error}.") from error
+        made = module.configure_optimizers()
+        with warnings.catch_warnings(action="ignore"):  # the optimizer makes no steps
+            for _ in range(min(cfg.rounds, _MOST_TRIED) if section == "scheduler" else 0):
+                made["lr_scheduler"]["scheduler"].step()
+    except Exception as error:  # torch raises many types for a wrong value
+        raise _cannot_be_made(section, cfg[section], words_of(error)) from error
+
+
+_MOST_TRIED = 100_000  # rounds, for which a learning rate schedule is tried in a second
 
 
 _OF_ROUNDS = (

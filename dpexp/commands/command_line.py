@@ -110,7 +110,8 @@ NO_OPTIONS = {  # key -> why it cannot be given
 # The field's short names -> the key that means the same here
 SYNONYMS = {
     "max_grad_norm": "clip_norm", "S": "clip_norm", "q": "sampling_rate", "sample_rate": "sampling_rate",
-    "z": "noise_multiplier", "sigma": "noise_multiplier",
+    "z": "noise_multiplier", "sigma": "noise_multiplier", "target_epsilon": "epsilon", "target_delta": "delta",
+    "learning_rate": "lr", "lot_size": "expected_batch_size",
 }  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def check(arguments: Sequence[str]) -> None:
         if key.startswith("+") and is_new:
             continue
         if head not in keys:
-            raise ConfigError(f"{argument}: there is no {head!r}{_nearest(head, keys)}")
+            raise ConfigError(f"{argument}: there is no {head!r}{_nearest_key(head, keys)}")
         chosen = any(other.startswith((f"{head}=", "experiment=", "sweep=")) for other in namespace.overrides)
         if head == "audit" and "." in key and not chosen:  # which is null by default
             raise ConfigError(f"{argument}: no audit is chosen; add audit=dirac.")
@@ -270,9 +271,12 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
             advice = f" For an option of Lightning's Trainer, write +{cause.full_key}."
         if section and not known:
             return f"{cause.full_key}: no {section} is chosen; add {section}=OPTION (python -m dpexp help {section})."
+        if options := config.options_by_key().get(str(cause.full_key)):
+            return f"{cause.full_key}: {section} has no key {cause.key!r}, as {' or '.join(options)} has.{advice}"
         where = f"{section} has" if section else "there is"
-        return f"{cause.full_key}: {where} no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
-    if refusal := config.refusal_of_resolver(error):
+        near = (_nearest if section else _nearest_key)(str(cause.key), known)
+        return f"{cause.full_key}: {where} no key {cause.key!r}{near}{advice}"
+    if isinstance(cause, OmegaConfBaseException) and (refusal := config.refusal_of_interpolation(cause)):
         return refusal
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
     if isinstance(error, OverrideParseException):
@@ -312,6 +316,14 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     known = [*known]
     near = [SYNONYMS[word]] if SYNONYMS.get(word) in known else get_close_matches(word, known, n=1)
     return (f"; did you mean {near[0]!r}? " if near else ". ") + f"Known: {', '.join(known)}."
+
+
+def _nearest_key(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that names the keys of any section that end in a word, as sampling.expected_batch_size ends
+    in batch_size; if there are none, the nearest of those known."""
+    known, meant = [*known], SYNONYMS.get(word, word)
+    keys = [key for key in config.options_by_key() if key.endswith((f".{meant}", f"_{meant}"))]
+    return f"; did you mean {' or '.join(keys)}?" if keys and meant not in known else _nearest(word, known)
 
 
 HEADER = """\

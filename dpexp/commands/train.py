@@ -100,10 +100,12 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     shown.tracking.update({name: text and without_passwords(text) for name, text in cfg.tracking.items()})
     (output / "config.yaml").write_text(OmegaConf.to_yaml(shown, resolve=True))
     plan = job.plan
+    reserved = _reserved_ledger(cfg, plan, output) if plan else None
     others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
     if trial is None:
         if plan and cfg.checkpoint.resume:
-            terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), rounds_done(output / CHECKPOINT))
+            done = rounds_done(output / CHECKPOINT)
+            terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), done, reserved)
         terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
         if plan and (together := with_earlier(others, plan.ledger(), cfg.privacy.delta)):
             terminal.console.print(f"After this job, {together}.")
@@ -117,7 +119,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         from dpexp.tracking.run import track
 
         names = build.accountants(cfg, plan) if plan else []
-        tracking = track(cfg, plan, output, names, _reserved_ledger(cfg, plan, output), lambda: stop.name)
+        tracking = track(cfg, plan, output, names, reserved, lambda: stop.name)
     with tracking as tracked:
         if cfg.train:
             result = _train(cfg, job, output, tracked, stop, others)
@@ -185,6 +187,8 @@ def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
     batch = None if cfg.calibrate.startswith("sampling_rate") else cfg.sampling.expected_batch_size
     if plan and plan.rounds and "size: ${unless:" in given and batch:
         size, records = f"{batch:.5g}", plan.privacy_unit.plural
+        if plan.n != cfg.data.n:  # a record is not one example
+            size += f" (the examples of {plan.sampling.q * plan.n:.5g} {records})"
         chosen.append(f"sampling.expected_batch_size={size}, of a quarter of the {records}, at most 512")
     if isinstance(module, Classifier) and (found := build.default_learning_rate(cfg, plan)):
         chosen.append(f"optimizer.lr={found['lr']:.3g}, for this number of rounds, noise and model")
@@ -236,10 +240,8 @@ def _unused(folder: Path) -> Path:
     return next(attempt for attempt in attempts if (attempt / CHECKPOINT).exists() or not taken(attempt))
 
 
-def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledger | None:
+def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> Ledger:
     """The most that the job will have released at its end, with the rounds that a resumed job repeats."""
-    if plan is None or cfg.data.id is None:
-        return None
     if not cfg.checkpoint.resume:
         return plan.ledger()
     before = ledger_so_far(output / "ledger.jsonl")

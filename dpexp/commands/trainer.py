@@ -95,7 +95,10 @@ def trainer_for(
         )
     except Exception as error:  # Lightning raises many types for a wrong value
         where = f"trainer.accelerator={cfg.trainer.accelerator}, trainer.precision={cfg.trainer.precision}"
-        raise ConfigError(f"trainer: {' '.join(str(error).split())} ({where})") from error
+        advice = ""
+        if cfg.trainer.accelerator not in ("cpu", "auto") and not torch.cuda.is_available():
+            advice = f"; torch {torch.__version__} finds no GPU on this machine: choose trainer=cpu"
+        raise ConfigError(f"trainer: {' '.join(str(error).split()).rstrip('.')} ({where}){advice}.") from error
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.Timer):  # of max_time: no checkpoint stores the time used
             callback.state_dict = dict  # type: ignore[method-assign]

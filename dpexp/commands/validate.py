@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverage
-from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, part_of, refusal_of_resolver
+from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, part_of, refusal_of_interpolation
 from dpexp.errors import ConfigError, exactly_one
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target
 from dpexp.privacy.sampling.policies import policy_class
@@ -97,7 +97,8 @@ def _check_complete(cfg: DictConfig) -> None:
     except InterpolationToMissingValueError as error:
         raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(refusal_of_resolver(error) or f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+        refusal = refusal_of_interpolation(error)
+        raise ConfigError(refusal or f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given.")
     for key in _nan_keys(values):
@@ -159,7 +160,9 @@ def _check_single_values(cfg: DictConfig) -> None:
     at_once, name, audit = cfg.trainer.max_physical_batch_size, cfg.data.id, cfg.audit
     augmentation, views = (cfg.augment.get("_target_"), cfg.augment.get("multiplicity")) if cfg.augment else (None, 1)
     plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
+    momentum = OmegaConf.select(cfg, "optimizer.momentum")
     for key, holds, wanted in (
+        ("optimizer.momentum", not isinstance(momentum, int | float) or 0 <= momentum < 1, "must lie in [0, 1)"),
         ("diagnostics", cfg.diagnostics in ("none", "unsafe"), "is unknown; choose one of none, unsafe"),
         ("seed", 0 <= cfg.seed < 2**32, "must lie between 0 and 2^32 - 1"),
         ("data.classes", cfg.data.classes is None or cfg.data.classes >= 1, "must be at least 1"),
@@ -173,7 +176,8 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("trainer.max_physical_batch_size", at_once == "auto" or (isinstance(at_once, int) and at_once >= 1),
          "must be an integer of at least 1, or auto"),
         ("trainer.compile", cfg.trainer.compile in ("auto", True, False), "must be true, false or auto"),
-        ("trainer.threads", cfg.trainer.threads is None or cfg.trainer.threads >= 1, "must be at least 1"),
+        ("trainer.threads", cfg.trainer.threads is None or 1 <= cfg.trainer.threads <= 1024,
+         "must be between 1 and 1024"),
         ("trainer.num_evaluations", cfg.trainer.num_evaluations >= 0, "must be at least 0"),
         ("trainer.num_workers", cfg.trainer.num_workers >= 0, "must be at least 0"),
         ("augment.multiplicity", isinstance(views, int) and views >= 1,

@@ -149,6 +149,7 @@ class PrivateTraining:
             check: refuses more, in all processes together.
         """
         self._processes = processes
+        _warn_of_noise(self.plan)
         if goes_on := resumed_from is None and self._ledger is not None:
             resumed_from, self._position = self.ledger_path, self._ledger.position or {}  # the main process has one
         sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
@@ -349,3 +350,15 @@ class PrivateTraining:
 def device_of(module: nn.Module) -> torch.device:
     """The device of a module's parameters."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def _warn_of_noise(plan: PrivacyPlan) -> None:
+    """Warns if the noise of all rounds together is longer than their clipped gradients could be, if all were equal."""
+    d = sum(group.d for group in plan.groups if not group.is_metric)
+    times = plan.noise_multiplier * (d / max(plan.rounds, 1)) ** 0.5 / (plan.sampling.q * plan.n)
+    if times > 1:
+        warnings.warn(
+            f"z = {plan.noise_multiplier:.4g} is so much noise that little can be learnt: over all rounds, it is about "
+            f"{times:.2g} times as long as the clipped gradients can be. Give a larger privacy.epsilon, or a smaller "
+            "privacy.noise_multiplier, more records, or fewer trained weights."
+        )

@@ -18,7 +18,7 @@ from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.calibration import CALIBRATABLE
-from dpexp.accounting.ledger import ledger_so_far
+from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.accounting.rounding import down, up
 from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
@@ -206,10 +206,17 @@ def _released(estimates: MetricEstimates) -> Iterator[str]:
         yield f"{escape(name)} {value:.3g}" + (f" ± {sd:.1g}" if sd else "")
 
 
-def print_resumed(plan: PrivacyPlan, output: Path, delta: float, accountant: str, done: int) -> None:
-    """Prints after how many rounds a job goes on, and the ε of its ledger, rounds that it will repeat included."""
+def print_resumed(
+    plan: PrivacyPlan, output: Path, delta: float, accountant: str, done: int, at_end: Ledger | None
+) -> None:  # fmt: skip
+    """Prints after how many rounds a job goes on, the ε of its ledger, and that of its end if it repeats rounds."""
     spent = epsilon(ledger_so_far(output / "ledger.jsonl"), delta, accountant)
     _print(f"[bold]Resuming[/] at round {done} of {plan.rounds}, ε = {up(spent, 4)} spent at δ = {up(delta, 4)}")
+    if at_end and (again := at_end.training_rounds - plan.rounds) > 0:
+        _print(
+            f"{again} rounds after the checkpoint were released, and are lost: they are done again, so the job will "
+            f"end at ε ≤ {up(epsilon(at_end, delta, accountant), 4)}. checkpoint.every_n_rounds bounds how many."
+        )
 
 
 def print_interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant: str) -> None:

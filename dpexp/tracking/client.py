@@ -15,13 +15,13 @@ from itertools import count
 from pathlib import Path
 from shlex import quote
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils import chunk_list
 
-from dpexp.errors import ConfigError, is_own, place_of
+from dpexp.errors import ConfigError, is_own, place_of, root_of
 from dpexp.tracking.job_folder import finished_result
 from dpexp.tracking.provenance import HOST, valid_name, without_passwords
 from dpexp.tracking.registered_model import send_model
@@ -34,7 +34,8 @@ ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
 SEND_INTERVAL = 2.0  # seconds between requests with metrics
-_PATIENCE = 120  # seconds for other processes that open the same database
+_PATIENCE = 600  # seconds for other processes that open the same database
+_SILENCE = 5  # seconds that a process waits for another without a word
 # Their messages quote no record
 _OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
 
@@ -64,9 +65,7 @@ def published_error(error: Exception, output: Path) -> str:
 
     The message of another error may quote a record: it is written to `error.txt` in the job's folder.
     """
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    root = root_of(error)
     if isinstance(error, ConfigError) and is_own(error) and type(root).__module__.partition(".")[0] in _OWN_PACKAGES:
         return one_line(error)
     with suppress(OSError):  # the disk may be full
@@ -96,12 +95,27 @@ def database(uri: str) -> Path | None:
 
 
 @contextmanager
-def locked(path: Path, patience: float) -> Iterator[None]:
-    """Holds a lock, for which it waits for at most `patience` seconds; a failure is an OSError."""
+def locked(path: Path, patience: float, what: str) -> Iterator[None]:
+    """Holds a lock, for which it waits, after a few seconds with a word, for at most `patience` seconds; then a
+    ConfigError says what to do. Another failure is an OSError. `what`: whose turn it is that the lock gives."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()  # where that fails, FileLock would try for ever
-    with FileLock(path, timeout=patience):
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=_SILENCE)
+    except Timeout:
+        warnings.warn(f"waiting for {what}, in which jobs take turns, for at most {patience:g} s (lock {path}).")
+        try:
+            lock.acquire(timeout=patience)
+        except Timeout as error:
+            raise ConfigError(
+                f"{what}: another process has held the lock {path} for {patience:g} s; end that job if it hangs (fuser "
+                f"{quote(str(path))} names its process), or wait for it, and start this one again."
+            ) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -110,7 +124,9 @@ def _created_alone(uri: str) -> Iterator[None]:
     if (file := database(uri)) is None:
         yield
         return
-    with locked(file.with_suffix(".lock"), _PATIENCE):
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  # seconds that jobs which start at once need not queue for
+
+    with locked(file.with_suffix(".lock"), _PATIENCE, f"MLflow's database {file}"):
         with closing(sqlite3.connect(file)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
         yield

@@ -64,7 +64,8 @@ def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output:
         yield
         return
     kept = cfg.privacy.budget and budget(cfg.privacy.budget)
-    with locked(lock_of(cfg.tracking.uri, cfg.data.id), _PATIENCE):
+    lock = lock_of(cfg.tracking.uri, cfg.data.id)
+    with locked(lock, _PATIENCE, f"the runs on data.id={cfg.data.id}"):
         if plan is not None and kept is not None:
             _admit(cfg, client, kept, plan, output)
         if plan is not None and cfg.train:

@@ -238,9 +238,16 @@ BAD = {
     "alpha=adaptive": "alpha gives the scales of joint clipping; choose mechanism=joint too",
     "mechanism=joint clip_norm=dimension": "say these as well: alpha=fixed, uniform, dimension or adaptive",
     "trainer.accelerator=abacus": "(trainer.accelerator=abacus, trainer.precision=32-true)",
-    "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
+    "data.n=${nowhere}": "data.n: there is no nowhere; give another value.",
     "clip_rule=global": "clip_rule.threshold must be given",
-    "group._target_=nowhere.f": "group: nowhere.f cannot be made",
+    "group._target_=nowhere.f": "group._target_=nowhere.f cannot be imported: No module named 'nowhere'.",
+    "+model.inner={_target_:nowhere.f}": "model.inner._target_=nowhere.f cannot be imported: No module",
+    "optimizer=adam optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be a list of 2, as torch.optim.Adam takes it.",
+    "optimizer=adam optimizer.betas=[0.9,2]": "optimizer: torch.optim.Adam cannot be made of optimizer.lr=auto, ",
+    "scheduler={_target_:torch.optim.lr_scheduler.StepLR,step_size:0}": "cannot be made of scheduler.step_size=0: ",
+    "scheduler={_target_:torch.optim.lr_scheduler.OneCycleLR,max_lr:1,total_steps:5}":
+        "Tried to step 6 times. The specified number of total steps is 5.",
+    "hydra.run.dir=/dev/null": "hydra.run.dir=/dev/null cannot be read or written: it is a file, and must be a folder.",
     "clip_norm=adaptive +clip_norm.value=0.1": "clip_norm.value=0.1 is no option of dpexp.AdaptiveClipNorm",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
@@ -264,7 +271,7 @@ BAD = {
         "model: its initial weights net.1.weight are not finite",
     "~model.shape ~model.classes model._target_=own_for_test.Foreign":
         "is of the package lightning, and dpexp uses pytorch_lightning, since lightning was not imported before dpexp",
-    "hydra.run.dir=/dev/null/here": "/dev/null/here cannot be read or written: Not a directory",
+    "hydra.run.dir=/dev/null/here": "hydra.run.dir=/dev/null/here cannot be read or written: Not a directory",
     "~model.shape ~model.classes model._target_=own_for_test.TwoOptimizers":
         "as in a GAN, need a loop of your own, with a dpexp.Private for each that learns from records",
     "data.features_of={_target_:torch.nn.Linear,in_features:3,out_features:2}":
@@ -305,6 +312,20 @@ EARLY = {
     "grop=flat": "there is no 'grop'; did you mean 'group'",
     "group=flta": "group has no option 'flta'; did you mean 'flat'",
     "max_grad_norm=1": "there is no 'max_grad_norm'; did you mean 'clip_norm'",
+    "lr=0.1": "lr=0.1: there is no 'lr'; did you mean optimizer.lr?",
+    "learning_rate=0.1": "did you mean optimizer.lr?",
+    "epsilon=1": "did you mean privacy.epsilon?",
+    "epochs=3": "did you mean sampling.epochs?",
+    "batch_size=64": "did you mean sampling.expected_batch_size or sampling.max_batch_size or trainer.max_physical_",
+    "optimizer.betas=[0.9,0.9]": "optimizer has no key 'betas', as optimizer=adam has. To add one that its _target_",
+    "optimizer.momentum=2": "optimizer.momentum=2 must lie in [0, 1).",
+    "data=labelled_texts model=mlp data.path=a data.test_path=b data.n=9 data.class_names=[a,b]":
+        "data.module.tokenizer: there is no model.name; give model=causal_lm or model=sequence_classifier or another",
+    "privacy.noise_multiplier=1 sampling.steps=100000000000000000000":
+        "sampling.steps=100000000000000000000 gives more than 2,147,483,648 rounds; give less.",
+    "privacy.enabled=false sampling.epochs=1e20": "sampling.epochs=1e+20 gives more than 2,147,483,648 rounds",
+    "trainer.threads=100000000000000000000": "must be between 1 and 1024",
+    "sampling.policy=nowhere.P": "sampling.policy=nowhere.P cannot be imported: No module named 'nowhere'.",
     "sampling.q=0.1": "sampling.q: sampling has no key 'q'; did you mean 'sampling_rate'",
     "+privacy.max_loss=1": "privacy.max_loss: privacy has no key 'max_loss'; known: enabled, epsilon",
     "audit.num_canaries=200": "no audit is chosen; add audit=dirac",
@@ -373,6 +394,18 @@ def test_an_error_in_a_data_module_is_told_without_the_text_that_may_quote_a_rec
             data.train_dataloader()
             data.val_dataloader()
         assert ("record 7" in str(told.value)) is ("record 7" in said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_way_out_is_named(dpexp_job):
+    with pytest.raises(SystemExit, match=r"finds no GPU on this machine: choose trainer=cpu\.$"):
+        dpexp_job("tracking=none", "trainer=gpu", "model=logistic")
+
+
+def test_the_libraries_print_nothing_of_their_own_beside_the_sentence(dpexp_job, caplog, capfd):
+    with pytest.raises(SystemExit):
+        dpexp_job("tracking=none", "model._target_=nowhere.Net")
+    assert capfd.readouterr().err == "" and not caplog.records
 
 
 @pytest.mark.parametrize("arguments", BAD)

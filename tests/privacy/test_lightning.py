@@ -134,9 +134,12 @@ def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forke
     assert not (folder / "result.json").exists()
     before = (folder / "ledger.jsonl").read_bytes()
     spent = up(dpexp.epsilon(ledger_so_far(folder / "ledger.jsonl"), 1e-4), 4)
+    again = ledger_so_far(folder / "ledger.jsonl").training_rounds - 3
     dpexp_job("resume", str(folder))
-    assert f"Resuming at round 3 of 150, ε = {spent} spent" in capsys.readouterr().out
-    result, ledger = result_of(folder), read_ledger(folder / "ledger.jsonl")
+    said, result, ledger = capsys.readouterr().out, result_of(folder), read_ledger(folder / "ledger.jsonl")
+    assert f"Resuming at round 3 of 150, ε = {spent} spent" in said and len(ledger) == 150 + again > 150
+    assert f"{again} rounds after the checkpoint were released" in said
+    assert f"will end at ε ≤ {up(result['epsilon']['pld'], 4)}. checkpoint.every_n_rounds" in said.replace("\n", " ")
     kept = before.rstrip().rpartition(b"\n")[0]  # the last line may be half a line, or the closing one
     assert (folder / "ledger.jsonl").read_bytes().startswith(kept)
     assert result["rounds"] == 150 <= len(ledger) and not (folder / "last.ckpt").exists()

@@ -27,8 +27,8 @@ def network():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
 
 
-def plan_of(module):
-    sampling, target = dpexp.Sampling(sampling_rate=0.1, steps=6), dpexp.Target(noise_multiplier=1.0, delta=DELTA)
+def plan_of(module, z=1.0):
+    sampling, target = dpexp.Sampling(sampling_rate=0.1, steps=6), dpexp.Target(noise_multiplier=z, delta=DELTA)
     return dpexp.make_plan(module, n=N, sampling=sampling, target=target)
 
 
@@ -66,6 +66,20 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("z, times", [(8.0, None), (300.0, "37")])
+def test_noise_in_which_nothing_can_be_learnt_is_said_before_the_first_round(tmp_path, z, times):
+    """z √d / (q n √T), with d = 83, q n = 30 and T = 6."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = dpexp.Private(model, optimizer, plan_of(model, z), tmp_path / "ledger.jsonl")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        next(iter(private.rounds(records())))
+    found = [str(one.message) for one in said if "so much noise" in str(one.message)]
+    assert len(found) == (times is not None)
+    assert not times or ("z = 300 is so much noise" in found[0] and f"about {times} times as long" in found[0])
 
 
 def test_a_loop_and_a_trainer_give_the_same_weights_and_ledger(tmp_path):

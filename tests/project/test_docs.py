@@ -185,6 +185,22 @@ def test_a_page_shows_what_an_error_says():
             assert str(refused.value) == said
 
 
+SPAN = re.compile(r"(?<![`\\])(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+WORD = re.compile(rf"-{{1,2}}[\w-]+|[+~]?[\w./@]+=.+|[A-Z]+(\.yaml)?|…|{'|'.join(COMMANDS)}")  # of a command
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_code_spans_are_whole(page):
+    """Each begins and ends in its paragraph or cell, not within a word; a command holds what a command can."""
+    for part in re.split(r"\n(?=\s*\n|\||[-*] |#)|(?<!\\)\|", FENCED.sub("", text_of(page))):
+        assert "`" not in SPAN.sub("", part), part
+        for span in SPAN.finditer(part):
+            assert not re.match(r"[\w=]|[./]\w\w", part[span.end() :]), part
+            assert not re.match(r"[\w=/+~]", part[span.start() - 1 : span.start()]), part
+            command = re.sub(r" \[[^\]]*\]", "", span[2]).partition("python -m dpexp")[2]
+            assert all(WORD.fullmatch(word) for word in shlex.split(command)), span[2]
+
+
 def title(path):
     """A page's; of a page that includes another, that one's."""
     text = path.read_text()

@@ -122,5 +122,8 @@ def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
     note = defaults_note(cfg, module, made)
     assert note.startswith("By default: sampling.expected_batch_size=359, of a quarter of the records, at most 512; ")
     assert f"optimizer.lr={group['lr']:.3g}" in note
+    of_users = compose("privacy_unit=user", "privacy.noise_multiplier=10", "data.users=200", "data.n=320")
+    said = defaults_note(of_users, nn.Linear(1, 1), plan(of_users))
+    assert "size=80 (the examples of 50 users), of a quarter of the users, at most 512" in said
     cfg.optimizer.lr, cfg.sampling.expected_batch_size = 0.5, 100.0
     assert default_learning_rate(cfg, made) == {} and defaults_note(cfg, module, made) == ""

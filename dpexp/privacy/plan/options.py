@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpexp.accounting.calibration import CALIBRATABLE
+from dpexp.accounting.calibration import CALIBRATABLE, MOST_ROUNDS
 from dpexp.accounting.coverage import check_delta, yaml_name
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer, says_how_to_call
 from dpexp.privacy.plan.schedules import Schedule, segments
@@ -88,7 +88,11 @@ class Sampling:
 
     def rounds(self, policy: Policy) -> int:
         """The number of rounds T, which for `epochs` follows from the policy's q."""
-        return policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
+        rounds = policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
+        if rounds > MOST_ROUNDS:
+            given = f"epochs={self.epochs}" if self.steps is None else f"steps={self.steps}"
+            raise ConfigError(f"sampling.{given} gives more than {MOST_ROUNDS:,} rounds; give less.")
+        return rounds
 
 
 @says_how_to_call

@@ -242,7 +242,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 def policy_class(name: str) -> type[Policy]:
     """The class of a policy: one of POLICIES, or the dotted name of your own class."""
-    found = POLICIES.get(name) or (named(name) if "." in name else None)
+    found = POLICIES.get(name) or (named(name, "sampling.policy=") if "." in name else None)
     if not (isinstance(found, type) and issubclass(found, Policy)) or isabstract(found):
         raise ConfigError(
             f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}, or package.Name of a Policy."
