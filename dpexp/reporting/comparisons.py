@@ -221,9 +221,9 @@ def summary(trials: DataFrame) -> DataFrame:
     score = next((one for one in SCORES if points[one].notna().any()), SCORES[0])
     name = " or ".join(points["knob"].unique()) if score == "knob_value" else score.replace("_", " ")
     table[name] = [measured(score, mean) for mean in points[score]]
-    table["± (95 %)"] = ["" if math.isnan(half) else f"{half:.2%}" for half in points["margin"]]
-    table["runs"] = points["runs"].astype(str)
-    return table.loc[:, (table != "").any()]
+    if points["margin"].notna().any():
+        table["± (95 %)"] = ["" if math.isnan(half) else f"{half:.2%}" for half in points["margin"]]
+    return table.assign(runs=points["runs"].astype(str))
 
 
 def compact(trials: DataFrame) -> DataFrame:

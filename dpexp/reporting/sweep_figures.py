@@ -99,8 +99,8 @@ def _panel(axes: Axes, points: DataFrame, y: str, is_number: bool) -> None:
             linestyle="-" if is_number else "",
         )  # fmt: skip
     axes.grid(alpha=0.3)
-    if y == "test_accuracy":  # intervals of few runs reach beyond
-        axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
+    if y == "test_accuracy" and axes.get_ylim()[1] > 1.02:  # the interval of few runs reaches beyond
+        axes.set_ylim(top=1.02)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{100 * value:.4g} %" if y == "test_accuracy" else f"{value:.4g}")
     )

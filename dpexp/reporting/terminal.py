@@ -256,7 +256,8 @@ def print_sweep(frame: Any, failed: Any, summary: Any, lines: Iterable[str], out
     them costs, and the sweep's folder."""
     console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
     for _, trial in failed.iterrows():
-        console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
+        reason = trial["error"] or "no reason known"
+        _print(f"[bold red]{trial['status']}[/] {escape(trial['name'])}: {escape(reason)}")
     if len(failed):
         _print(f"What has not finished is done by the same command with hydra.sweep.dir={output}")
     if len(summary):

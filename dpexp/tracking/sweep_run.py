@@ -137,12 +137,11 @@ class SweepRun:
         self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
         if not frame.empty:
             output.mkdir(parents=True, exist_ok=True)
-            tables = {TRIALS: compact(frame), SUMMARY: summary(frame)}
-            for name, table in tables.items():
-                table.to_csv(output / name, index=False)
+            compact(frame).to_csv(output / TRIALS, index=False)
+            summary(frame).to_csv(output / SUMMARY, index=False)
             for name, figure in drawn.items():
                 figure.savefig(output / name, dpi=150)
-            for name in (*tables, *drawn):
+            for name in (TRIALS, SUMMARY, *drawn):
                 self._client.log_artifact(self.run_id, str(output / name))
         self._client.set_terminated(self.run_id, status)
         os.environ.pop(PARENT, None)

@@ -192,4 +192,5 @@ def test_a_table_shows_what_was_measured_or_solved_and_claims_nothing_that_is_no
     assert losses["test loss"].tolist() == ["1.5", "2"]
     shown = summary(trials({"private": "no: diagnostics", "privacy.epsilon": 1}))
     assert shown["ε"].tolist() == ["not private"]
-    assert summary(trials({"status": "FAILED"})).empty
+    nothing = summary(trials({"status": "FAILED"}))
+    assert nothing.empty and [*nothing.columns] == ["ε", "test accuracy", "runs"], "which a report can read"

@@ -81,6 +81,7 @@ def test_the_best_without_privacy_is_a_horizontal_line():
     worse = TWIN | {"optimizer.lr": 7, "test_accuracy": 0.2}
     (axes,) = curves(trials(*rows, TWIN | {"test_accuracy": 0.91}, worse), "epsilon", "test_accuracy").axes
     assert {xy[1] for xy in lines(axes)["cnn without privacy (the best of 2)"]} == {0.91}
+    assert axes.get_ylim()[1] > 0.92, "it is within the figure"
 
 
 def test_the_interval_of_a_figure_is_the_terminals_and_no_accuracy_exceeds_one():
