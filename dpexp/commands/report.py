@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from omegaconf import OmegaConf
+from pandas import read_csv
 from yaml import YAMLError
 
 from dpexp.accounting.ledger import ledger_so_far
@@ -22,6 +23,7 @@ from dpexp.reporting.model_card import NOT_COVERED
 from dpexp.reporting.wording import BASELINES, guarantee_in_words, measured
 from dpexp.tracking.provenance import without_passwords
 from dpexp.tracking.read import output_of
+from dpexp.tracking.sweep_run import SUMMARY
 
 
 @dataclass
@@ -40,6 +42,7 @@ def report(arguments: Sequence[str]) -> None:
     if not jobs or {*named} - {*found, *found.values()}:
         raise ConfigError(f"report {' '.join(arguments)}: name folders of jobs or sweeps, or MLflow run ids.")
     runs = [_run(job) for job in jobs]
+    summaries = [path for folder in named if (path := folder / SUMMARY).exists()]
     delta = max((run["result"]["delta"] for run in runs if "delta" in run["result"]), default=1.0)
     ledgers = [ledger_so_far(path) for job in jobs if (path := job / "ledger.jsonl").exists()]
     template = Environment(loader=PackageLoader("dpexp.reporting", ""), autoescape=True).get_template("report.html")
@@ -50,6 +53,7 @@ def report(arguments: Sequence[str]) -> None:
     shown["is_private"] = is_private and all(ledger.not_private_reason is None for ledger in ledgers)
     shown["together"] = ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta)
     shown["pictures"] = [one for folder in named if folder not in found for one in _pictures(folder)]
+    shown["means"] = [read_csv(path, dtype=str, keep_default_na=False) for path in summaries]
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     Path(cfg.out).write_text(template.render(shown))
     console.print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {cfg.out}", markup=False)

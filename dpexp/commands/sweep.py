@@ -133,6 +133,12 @@ class SweepCallback(Callback):
         if not OmegaConf.select(config, "checkpoint.resume"):
             _refuse_taken(Path(config.hydra.run.dir))
 
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if config.tracking.uri is None:  # else `concluded` prints more
+            from dpexp.reporting import terminal
+
+            terminal.print_sweep_folder(Path(config.hydra.sweep.dir).resolve())
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         global _sweep
         before = Path(config.hydra.sweep.dir) / "multirun.yaml"
@@ -182,7 +188,7 @@ class Sweep:
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
         from dpexp.commands.account import cost_of_choice
         from dpexp.reporting import terminal
-        from dpexp.reporting.comparisons import WHY, best_of_trials, described
+        from dpexp.reporting.comparisons import WHY, best_of_trials, described, summary
 
         frame = self.parent.trials()
         if has_failed and frame.empty and not self.parent.resumed:
@@ -198,8 +204,9 @@ class Sweep:
         lines += [*described(tops, "**"), *why, sentence, ""]
         lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]
         status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
-        self.parent.conclude(frame, tops, costs, "\n".join(lines), status, self._output)
-        terminal.print_sweep(frame, failed, [*described(tops), *why], sentence, self.parent.address, self._output)
+        omitted = self.parent.conclude(frame, tops, costs, "\n".join(lines), status, self._output)
+        said = [*described(tops), *why, sentence, *omitted, f"Compare trials: {self.parent.address}"]
+        terminal.print_sweep(frame, failed, summary(frame), said, self._output)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,8 +85,12 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         if finished is not None:
             Processes.of_torch().broadcast_object()
             terminal.print_line(trial or str(output), "finished before")
+            if not taken(output):  # another trial's result: no job is left here that would never finish
+                shutil.rmtree(output / ".hydra", ignore_errors=True)
             return objective(cfg, finished)
-        output = _unused(output)
+        of_hydra, output = output / ".hydra", _unused(output)
+        if of_hydra.is_dir() and of_hydra.parent != output:
+            shutil.copytree(of_hydra, output / ".hydra", dirs_exist_ok=True)
         if (output / CHECKPOINT).exists():
             cfg.checkpoint.resume = True
     if cfg.check:

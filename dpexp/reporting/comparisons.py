@@ -10,9 +10,12 @@ from pandas import DataFrame, Series
 from scipy import stats
 
 from dpexp.accounting.rounding import up
+from dpexp.reporting.wording import measured
 
 CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "alpha", "clip_rule", "allocation", "sampling")
 EPSILON, DELTA, Z = "privacy.epsilon", "privacy.delta", "privacy.noise_multiplier"
+VARIED_FIRST = (EPSILON, Z, "privacy.enabled")  # from which it follows that a baseline has no group
+SCORES = ("test_accuracy", "test_loss", "knob_value")
 DRAW = "draw"  # number of a draw of private selection; the last column
 _UNSET = "not set"
 WITHOUT_PRIVACY = "no: trained without privacy"
@@ -120,13 +123,11 @@ class Best:
     Attributes:
         row: of the frame of configurations.
         others: the number of other configurations.
-        margin: half the width of the mean's 95 % confidence interval; NaN without repeated runs.
         tied: labels of the others that do not differ significantly from it.
     """
 
     row: dict[str, Any]
     others: int
-    margin: float
     tied: list[str]
 
     def __str__(self) -> str:
@@ -136,8 +137,9 @@ class Best:
     def certainty(self) -> str:
         """The number of runs, the confidence interval, and the comparison with the others."""
         runs = "1 run" if self.row["runs"] == 1 else f"mean of {self.row['runs']} runs"
-        interval = "no interval" if math.isnan(self.margin) else f"95 % interval ± {self.margin:.2%}"
-        if not self.others or math.isnan(self.margin):
+        half = self.row["margin"]
+        interval = "no interval" if math.isnan(half) else f"95 % interval ± {half:.2%}"
+        if not self.others or math.isnan(half):
             return f"{runs}, {interval}"
         return f"{runs}, {interval}; significantly above {self.others - len(self.tied)} of {self.others} others"
 
@@ -151,8 +153,7 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
     Returns:
         A sorted frame, and those of its columns that distinguish the rows. The others are label; run_id, name, data,
         model, level, cost, delta and knob of the first run; the number of runs; the largest epsilon; the means of
-        test_accuracy, knob_value and test_loss; the runs' accuracies; and spread, their standard deviation (NaN for one
-        run).
+        test_accuracy, knob_value and test_loss; the runs' accuracies; and the margin of their mean.
     """
     table = settings(trials)
     by = distinguishing(table, first)
@@ -163,7 +164,7 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
         epsilon=("epsilon", "max"),
         test_accuracy=("test_accuracy", "mean"),
         accuracies=("test_accuracy", list),
-        spread=("test_accuracy", "std"),
+        margin=("test_accuracy", margin),
         knob_value=("knob_value", "mean"),
         test_loss=("test_loss", "mean"),
         runs=("run_id", "size"),
@@ -172,6 +173,13 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
     points = points.reset_index(drop=True).drop(columns=by, errors="ignore").join(varied)
     order = sorted(points.index, key=lambda row: [_order(varied.at[row, key]) for key in by])
     return points.assign(label=labels(varied, by)).loc[order].reset_index(drop=True), by
+
+
+def margin(accuracies: Series) -> float:
+    """Half the width of the 95 % confidence interval of a mean, by Student's t; NaN if no values differ."""
+    if not accuracies.std() > 0:
+        return math.nan
+    return float(stats.sem(accuracies) * stats.t.ppf((1 + CONFIDENCE) / 2, len(accuracies) - 1))
 
 
 def _order(value: str) -> tuple[bool, float, str]:
@@ -190,20 +198,40 @@ def best_baselines(trials: DataFrame) -> dict[tuple[str, str], Best]:
 def best(points: DataFrame) -> Best:
     """The best of at least one configuration (see `configurations`) by its mean accuracy over seeds.
 
-    Its confidence interval is Student's. Others are tied with it unless they differ significantly at 95 % in a test of
-    all pairs (Tukey 1949, Kramer 1956), since the best was chosen among all. If a configuration has only one run, or
-    no runs differ, all are tied.
+    Others are tied with it unless they differ significantly at 95 % in a test of all pairs (Tukey 1949, Kramer 1956),
+    since the best was chosen among all. If a configuration has only one run, or no runs differ, all are tied.
     """
     ranked = points.sort_values("test_accuracy", ascending=False, kind="stable").to_dict("records")
     top, rest = ranked[0], ranked[1:]
-    margin = math.nan
-    if top["spread"] > 0:
-        margin = stats.t.ppf((1 + CONFIDENCE) / 2, top["runs"] - 1) * top["spread"] / math.sqrt(top["runs"])
     tied = [row["label"] for row in rest]
-    if rest and points["runs"].min() > 1 and points["spread"].max() > 0:
+    if rest and points["runs"].min() > 1 and points["margin"].max() > 0:
         chances = stats.tukey_hsd(*(row["accuracies"] for row in ranked)).pvalue[0, 1:]
         tied = [label for label, chance in zip(tied, chances, strict=True) if chance >= 1 - CONFIDENCE]
-    return Best(top, len(rest), float(margin), tied)
+    return Best(top, len(rest), tied)
+
+
+def summary(trials: DataFrame) -> DataFrame:
+    """A row of texts for each configuration that has finished, private or not: what was varied, ε, the test accuracy
+    with its 95 % interval, the number of runs. Without an accuracy it is the test loss or the calibrated parameter."""
+    done = trials[trials["status"] == "FINISHED"]
+    spent = done["epsilon"].fillna(done["epsilon_planned"]).where(done["private"] == "yes")
+    points, by = configurations(done.assign(epsilon=spent), VARIED_FIRST)
+    table = points[by].replace(_UNSET, "")
+    table["ε"] = ["not private" if math.isnan(most) else up(most, 4) for most in points["epsilon"]]
+    score = next((one for one in SCORES if points[one].notna().any()), SCORES[0])
+    name = " or ".join(points["knob"].unique()) if score == "knob_value" else score.replace("_", " ")
+    table[name] = [measured(score, mean) for mean in points[score]]
+    if points["margin"].notna().any():
+        table["± (95 %)"] = ["" if math.isnan(half) else f"{half:.2%}" for half in points["margin"]]
+    return table.assign(runs=points["runs"].astype(str))
+
+
+def compact(trials: DataFrame) -> DataFrame:
+    """A row for each trial: what was varied, its seed, cost, scores and MLflow run; no empty columns."""
+    table = settings(trials)
+    facts = trials[["seed", "status", "error", "private", "epsilon", "epsilon_planned", "delta", *SCORES, "run_id"]]
+    found = table[distinguishing(table, VARIED_FIRST)].join(facts)
+    return found.replace(["", _UNSET], None).dropna(axis="columns", how="all")
 
 
 def best_of_trials(trials: DataFrame, apart: Sequence[str] = ("data", "cost")) -> dict[str, Best]:

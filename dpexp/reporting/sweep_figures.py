@@ -1,7 +1,7 @@
 """Figures of a sweep: accuracy, loss, ε or the calibrated parameter against a setting.
 
 A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration: the mean over its
-seeds, with their standard deviation.
+seeds, with the 95 % interval of an accuracy.
 """
 
 import json
@@ -73,7 +73,8 @@ def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
             among = f" (the best of {top.others + 1})" if top.others else ""
             label = f"{model} without privacy{among}"
             axes.axhline(top.row["test_accuracy"], label=label, color="black", linestyle=":")
-        axes.set(xlabel=by_x, ylabel=names[y])
+        has_bars = y == "test_accuracy" and points["margin"].notna().any()
+        axes.set(xlabel=by_x, ylabel=f"{names[y]}, mean ± 95 % interval" if has_bars else names[y])
         if y == "knob_value":
             axes.set_title(WHY.get(knob, ""), fontsize="small", wrap=True)
         if is_number:
@@ -92,12 +93,14 @@ def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
 def _panel(axes: Axes, points: DataFrame, y: str, is_number: bool) -> None:
     """Draws y against x, line by line."""
     for k, (label, line) in enumerate(points.sort_values("x").groupby(points["line"], sort=False)):
-        spread = line["spread"] if y == "test_accuracy" else None
+        margin = line["margin"] if y == "test_accuracy" else None
         axes.errorbar(
-            line["x"], line[y], spread, label=label or None, capsize=2, marker="osD^vP"[k % 6],
+            line["x"], line[y], margin, elinewidth=1, label=label or None, capsize=2, marker="osD^vP"[k % 6],
             linestyle="-" if is_number else "",
         )  # fmt: skip
     axes.grid(alpha=0.3)
+    if y == "test_accuracy" and axes.get_ylim()[1] > 1.02:  # the interval of few runs reaches beyond
+        axes.set_ylim(top=1.02)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{100 * value:.4g} %" if y == "test_accuracy" else f"{value:.4g}")
     )

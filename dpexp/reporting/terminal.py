@@ -258,16 +258,30 @@ def print_line(place: str, *facts: str) -> None:
     console.print(" · ".join([escape(place), *facts]), highlight=False, soft_wrap=True)
 
 
-def print_sweep(frame: Any, failed: Any, best: Iterable[str], sentence: str, address: str, output: Path) -> None:
-    """Prints the results of a sweep, with lines on the best trials, and the cost of choosing among them."""
+def print_sweep(frame: Any, failed: Any, summary: Any, lines: Iterable[str], output: Path) -> None:
+    """Prints the results of a sweep: a table of its configurations, lines on the best ones and on what choosing among
+    them costs, and the sweep's folder."""
     console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
     for _, trial in failed.iterrows():
-        console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
+        reason = trial["error"] or "no reason known"
+        _print(f"[bold red]{trial['status']}[/] {escape(trial['name'])}: {escape(reason)}")
     if len(failed):
         _print(f"What has not finished is done by the same command with hydra.sweep.dir={output}")
-    for line in (*best, sentence):
+    if len(summary):
+        table = Table(*(Column(name, overflow="fold") for name in summary.columns))
+        for row in summary.to_numpy():
+            table.add_row(*map(escape, row))
+        console.print(table)
+    for line in lines:
         _print(escape(line))
-    _print(f"Compare trials: {address}")
+    print_sweep_folder(output)
+
+
+def print_sweep_folder(output: Path) -> None:
+    """Prints a sweep's folder, its tables and figures, and the command that makes a page of them."""
+    names = sorted(path.name for path in output.iterdir() if path.suffix in (".csv", ".png"))
+    _print(escape(f"Folder: {output}: {', '.join(names) or 'a folder for each trial'}"))
+    _print(escape(f"On one page: python -m dpexp report {shlex.quote(str(output))}"))
 
 
 def print_missed(reason: str, output: Path) -> None:

@@ -14,12 +14,13 @@ from pandas import DataFrame
 
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
-from dpexp.reporting.comparisons import Best, trained
+from dpexp.reporting.comparisons import Best, compact, summary, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
 from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, constants, end_dead_runs, open_store, set_view
 from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume, valid_name
 from dpexp.tracking.read import downloaded_run, search, trials
 
+TRIALS, SUMMARY = "trials.csv", "summary.csv"  # in a sweep's folder: a row for each trial, for each configuration
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
 
 
@@ -111,9 +112,13 @@ class SweepRun:
     def conclude(
         self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], note: str, status: str,
         output: Path,
-    ) -> None:  # fmt: skip
-        """Logs the best accuracies, the costs of choosing, and the trials' table and figures, and ends the run; one
-        whose trials have all finished has the parameters that they share."""
+    ) -> list[str]:  # fmt: skip
+        """Logs the best accuracies, the costs of choosing, and the trials' table and figures, which are in the sweep's
+        folder, too, and ends the run; one whose trials have all finished has the parameters that they share.
+
+        Returns:
+            Why figures are not drawn.
+        """
         if status == "FINISHED" and not frame.empty:
             params = [self._client.get_run(trial).data.params.items() for trial in frame["run_id"]]
             shared = [Param(key, value) for key, value in sorted(set(params[0]).intersection(*params[1:]))]
@@ -131,13 +136,16 @@ class SweepRun:
         drawn, omitted = figures_of(frame, self._evaluations(frame)) if not frame.empty else ({}, [])
         self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
         if not frame.empty:
-            self._client.log_text(self.run_id, frame.to_csv(index=False), "trials.csv")
+            output.mkdir(parents=True, exist_ok=True)
+            compact(frame).to_csv(output / TRIALS, index=False)
+            summary(frame).to_csv(output / SUMMARY, index=False)
             for name, figure in drawn.items():
-                output.mkdir(parents=True, exist_ok=True)
                 figure.savefig(output / name, dpi=150)
+            for name in (TRIALS, SUMMARY, *drawn):
                 self._client.log_artifact(self.run_id, str(output / name))
         self._client.set_terminated(self.run_id, status)
         os.environ.pop(PARENT, None)
+        return omitted
 
     def _evaluations(self, frame: DataFrame) -> DataFrame:
         """A row for each evaluation during a training, which has its round as a setting."""

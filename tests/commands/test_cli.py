@@ -335,7 +335,7 @@ EARLY = {
     "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
     "privacy.epsilon={a:[1": "privacy.epsilon={a:[1: ",
     "+modle.x=3": "there is no 'modle'; did you mean 'model'",
-    "model=null": "model has no option 'null'. Known: causal_lm, cnn, efficientnet_lite0, least_squares, logistic",
+    "model=null": "model has no option 'null'. Known: causal_lm, cnn, least_squares, logistic",
     "model._target_=null": "does not name what to make",
     "optimizer.lr=nan": "optimizer.lr=nan is not a number",
     "privacy.epsilon=1 privacy.noise_multiplier=1": "exactly one of privacy.epsilon or privacy.noise_multiplier",

@@ -66,6 +66,7 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
     dpexp_job("-m", *QUICK, "tracking=none", "privacy.epsilon=1,inf,8", f"hydra.sweep.dir={folder}")
     (folder / "2" / "result.json").unlink()  # as if it had been killed
     (folder / "curve.png").write_bytes(b"\x89PNG")
+    (folder / "summary.csv").write_text("ε,test accuracy,± (95 %),runs\n1,80.00%,1.00%,3\nnot private,90.00%,,1\n")
     dpexp_job("report", str(folder))
     page = Page(tmp_path / "report.html")
     table = {row[0].partition("privacy.epsilon=")[2]: row for row in page.rows if "privacy.epsilon=" in row[0]}
@@ -77,6 +78,9 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
     assert f"with 1 earlier run on these data, ε = {together} at δ = 0.0001. It covers no run that is" in page.text
     assert page.text.count("No ε covers what this run shows.") == 1 and "This run has not finished." in page.text
     assert (tmp_path / "report.html").read_text().count('alt="curve"') == 1
+    assert page.rows[:3] == [
+        ["ε", "test accuracy", "± (95 %)", "runs"], ["1", "80.00%", "1.00%", "3"], ["not private", "90.00%", "", "1"]
+    ]  # fmt: skip
 
 
 def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(dpexp_job, tmp_path):

@@ -74,10 +74,12 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store, monkeypatc
     assert {"trials.csv", "test_accuracy_by_epsilon.png"} <= store.files(parent)
     table = Path(store.client.download_artifacts(parent.info.run_id, "trials.csv", str(tmp_path))).read_text()
     rows = list(csv.DictReader(io.StringIO(table)))
+    columns = "privacy.noise_multiplier seed status private epsilon epsilon_planned delta test_accuracy test_loss"
+    assert [*rows[0]] == [*columns.split(), "knob_value", "run_id"]
     assert {row["run_id"] for row in rows} == {run.info.run_id for run in trials}
-    means = {z: np.mean([float(row["test_accuracy"]) for row in rows if float(row["noise_multiplier"]) == z])
-             for z in (2, 4)}  # fmt: skip
-    spent = {z: max(float(row["epsilon"]) for row in rows if float(row["noise_multiplier"]) == z) for z in (2, 4)}
+    of = {z: [row for row in rows if float(row["privacy.noise_multiplier"]) == z] for z in (2, 4)}
+    means = {z: np.mean([float(row["test_accuracy"]) for row in own]) for z, own in of.items()}
+    spent = {z: max(float(row["epsilon"]) for row in own) for z, own in of.items()}
     for z, mean in means.items():
         assert f"Test accuracy {mean:.2%} at ε = {up(spent[z], 2)} (mean of 2 runs, " in store.note()
         assert parent.data.metrics[f"test_accuracy at ε {up(spent[z], 2)}"] == pytest.approx(mean)
@@ -99,6 +101,13 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store, monkeypatc
         place = rf"\[{number}/4\] privacy\.noise_multiplier={2 if number < 3 else 4} seed={(number - 1) % 2}"
         assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · 0:00:\d\d", line), line
     assert len(lines) == 4
+    (folder,) = tmp_path.glob("outputs/multirun/*/*")
+    assert f"Folder: {folder}: summary.csv, test_accuracy_by_epsilon.png, trials.csv\n" in printed
+    assert f"On one page: python -m dpexp report {folder}\n" in printed
+    assert (folder / "trials.csv").read_text() == table
+    for z, mean in means.items():
+        cells = [cell.strip() for cell in re.search(rf"^│ {z} .*", printed, re.M)[0].strip("│").split("│")]
+        assert cells[0] == str(z) and cells[2] == f"{mean:.2%}" and cells[-1] == "2"
 
 
 def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is_missing(dpexp_job, store):
@@ -164,6 +173,7 @@ def test_a_sweep_that_is_killed_goes_on_and_every_ledger_counts(forked, dpexp_jo
     paths = [*folder.glob("*/ledger.jsonl")]
     assert {path.parent.name for path in paths} == {"0", "1", "1.2"}
     assert (folder / "1" / "ledger.jsonl").read_bytes() == before
+    assert "sampling.steps=12" in (folder / "1.2" / ".hydra" / "overrides.yaml").read_text(), "a report counts it"
     repeated = len(read_ledger(folder / "1.2" / "ledger.jsonl")) - 12
     assert 1 <= repeated <= 2, "rounds after the last checkpoint twice; and one that SIGTERM met after its line"
     all_runs = concatenate([ledger_so_far(path) for path in paths])
@@ -182,11 +192,24 @@ def test_all_trials_are_checked_before_the_first_starts(dpexp_job, store, tmp_pa
     assert not store.trials() and not store.parents() and not list(tmp_path.glob("**/ledger.jsonl"))
 
 
-def test_the_non_private_baseline_is_trained_once(dpexp_job, store):
-    dpexp_job("-m", *QUICK, "privacy.epsilon=inf", "group=flat,per_layer")
-    (baseline,) = store.trials()
-    assert baseline.data.tags["dpexp.private"].startswith("no: trained without privacy")
+def test_the_non_private_baseline_is_trained_once(dpexp_job, store, tmp_path):
+    """A report called the trial that is not trained again unfinished."""
+    dpexp_job("-m", *QUICK, SAME, "privacy.epsilon=inf", "group=flat,per_layer", "seed=range(2)")
+    first, second = store.trials()
+    assert first.data.tags["dpexp.private"].startswith("no: trained without privacy")
     assert "nothing has been spent" in store.note()
+    dpexp_job("report", "outputs/multirun/a/b")
+    page = (tmp_path / "report.html").read_text()
+    accuracies = [run.data.metrics["test_accuracy"] for run in (first, second)]
+    assert "<h1>2 runs</h1>" in page and "not finished" not in page
+    assert f"<td>not private<td>{np.mean(accuracies):.2%}<td>" in page
+
+
+def test_a_sweep_that_is_not_tracked_names_its_folder(dpexp_job, tmp_path, capsys):
+    dpexp_job("-m", *QUICK, "tracking=none", "privacy.noise_multiplier=2,4", "hydra.sweep.dir=a b")
+    printed, folder = capsys.readouterr().out, tmp_path / "a b"
+    assert f"Folder: {folder}: a folder for each trial" in printed
+    assert f"On one page: python -m dpexp report '{folder}'" in printed
 
 
 def test_calibration_without_training_whose_trials_print_their_plans_if_asked_for(dpexp_job, store, capsys):
@@ -211,7 +234,8 @@ def test_what_is_solved_is_shown_in_place_of_what_was_given(dpexp_job, store, ca
     assert f" {WHY['sampling_rate']} " in printed and WHY["sampling_rate"] in store.note() and "% ·" not in printed
     few, many = (run.data for run in sorted(store.trials(), key=lambda run: run.data.params["privacy.epsilon"]))
     q = [float(run.params["plan.q"]) for run in (few, many)]
-    assert 0 < q[1] < q[0] < 0.2 and [f"{one:.4g}" for one in q] == re.findall(r"sampling_rate (\S+)", printed)
+    assert 0 < q[1] < q[0] < 0.2 and [f"{one:.4g}" for one in q] == re.findall(r"· sampling_rate (\S+)", printed)
+    assert f"│ 2 │ 2 │ {q[0]:.4g} │" in printed
     assert "sampling.expected_batch_size" not in few.params and few.params["allocation.sigma_of_average"] == "0.02"
     assert {"knob_by_privacy.epsilon.png", "trials.csv"} <= store.files(store.parents()[0])
 

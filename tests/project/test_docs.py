@@ -172,7 +172,7 @@ def test_a_page_shows_what_a_job_prints(job, dpexp_job, capsys):
 
 
 def test_tables_that_pages_show_have_the_terminals_headings():
-    source = (ROOT / "dpexp/reporting/terminal.py").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "dpexp/reporting").glob("*.py"))
     for heading in re.findall("(?<=┃)[^┃\\n]+(?=┃)", "".join(text_of(page) for page in TEXTS)):
         assert f'"{heading.strip()}"' in source
 

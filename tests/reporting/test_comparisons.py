@@ -11,9 +11,11 @@ from dpexp.reporting.comparisons import (
     best,
     best_baselines,
     best_of_trials,
+    compact,
     configurations,
     described,
     finished,
+    summary,
     trained,
 )
 from dpexp.reporting.sweep_figures import swept_numbers
@@ -45,8 +47,9 @@ def test_configurations_are_means_over_seeds_of_what_finished():
     assert by == ["optimizer.lr"] and points["optimizer.lr"].tolist() == ["0.1", "2", "10"], "numbers by size"
     assert points["epsilon"].tolist() == pytest.approx([2.001, 8.0, 2.0]), "a claim is no mean"
     assert points["test_accuracy"].tolist() == pytest.approx([0.85, 0.5, 0.7])
-    assert points["spread"].tolist()[:2] == pytest.approx([0.1 / math.sqrt(2), 0.2 / math.sqrt(2)])
-    assert points["runs"].tolist() == [2, 2, 1] and math.isnan(points["spread"][2])
+    t = math.tan(math.pi * 0.475)  # Student's, of two runs: a Cauchy distribution's quantile
+    assert points["margin"].tolist()[:2] == pytest.approx([t * 0.05, t * 0.1])
+    assert points["runs"].tolist() == [2, 2, 1] and math.isnan(points["margin"][2])
     assert points["level"].tolist() == ["2", "8", "2"]
 
 
@@ -78,9 +81,9 @@ def test_ties_are_those_of_tukeys_test(samples):
     assert set(found.tied) == {f"optimizer.lr={k + 1}" for k, p in enumerate(values) if k != top and p >= 0.05}
     assert 0 < len(found.tied) < found.others
     low, _ = stats.t.interval(0.95, len(samples[top]) - 1, np.mean(samples[top]), stats.sem(samples[top]))
-    assert np.mean(samples[top]) - found.margin == pytest.approx(low)
+    assert np.mean(samples[top]) - found.row["margin"] == pytest.approx(low)
     assert found.certainty == (
-        f"mean of {len(samples[top])} runs, 95 % interval ± {found.margin:.2%}; "
+        f"mean of {len(samples[top])} runs, 95 % interval ± {found.row['margin']:.2%}; "
         f"significantly above {found.others - len(found.tied)} of {found.others} others"
     )
 
@@ -151,3 +154,43 @@ def test_the_best_is_private_unless_nothing_is():
     assert best_of_trials(trials({"status": "FAILED"})) == {}
     (top,) = best_baselines(frame).values()
     assert top.row["test_accuracy"] == pytest.approx(0.975) and top.row["label"] == "optimizer.lr=2" and top.others == 1
+
+
+def test_a_table_has_what_was_varied_and_the_baseline():
+    """The terminal used to name the best configurations alone."""
+    rows = [{"privacy.epsilon": e, "group": group, "seed": str(k), "test_accuracy": a + 0.01 * k}
+            for e, group, a in ((1, "conv_fc", 0.5), (1, "flat", 0.6), (4, "conv_fc", 0.7), (4, "flat", 0.8))
+            for k in range(2)]  # fmt: skip
+    twins = [TWIN | {"privacy.epsilon": math.inf, "epsilon": math.nan, "knob_value": math.nan, "test_accuracy": 0.9}]
+    failed = {"privacy.epsilon": 4, "group": "flat", "status": "FAILED", "error": "no disk", "test_accuracy": math.nan}
+    frame = trials(*rows, *twins, failed)
+    table = summary(frame)
+    half = f"{0.005 * math.tan(math.pi * 0.475):.2%}"
+    assert [*table.columns] == ["privacy.epsilon", "group", "ε", "test accuracy", "± (95 %)", "runs"]
+    assert table.to_numpy().tolist() == [
+        ["1", "conv_fc", "0.999", "50.50%", half, "2"],
+        ["1", "flat", "0.999", "60.50%", half, "2"],
+        ["4", "conv_fc", "3.996", "70.50%", half, "2"],
+        ["4", "flat", "3.996", "80.50%", half, "2"],
+        ["inf", "", "not private", "90.00%", "", "1"],
+    ]
+    every = compact(frame)
+    assert len(every) == len(frame) and "configuration" not in every
+    assert [*every.columns[:4]] == ["privacy.epsilon", "group", "seed", "status"]
+    assert every["error"].tolist() == [None] * 9 + ["no disk"] and every["test_accuracy"].count() == 9
+
+
+def test_a_table_shows_what_was_measured_or_solved_and_claims_nothing_that_is_not_private():
+    lost = {"test_accuracy": math.nan}
+    planned = trials(*({"privacy.epsilon": e, "epsilon": math.nan, "epsilon_planned": e, **lost} for e in (1, 2)))
+    assert [*summary(planned).columns] == ["privacy.epsilon", "ε", "noise_multiplier", "runs"]
+    assert summary(planned)["noise_multiplier"].tolist() == ["5", "2.5"] and summary(planned)["ε"].tolist() == [
+        "1",
+        "2",
+    ]
+    losses = summary(trials({"optimizer.lr": 1, "test_loss": 1.5, **lost}, {"optimizer.lr": 2, "test_loss": 2, **lost}))
+    assert losses["test loss"].tolist() == ["1.5", "2"]
+    shown = summary(trials({"private": "no: diagnostics", "privacy.epsilon": 1}))
+    assert shown["ε"].tolist() == ["not private"]
+    nothing = summary(trials({"status": "FAILED"}))
+    assert nothing.empty and [*nothing.columns] == ["ε", "test accuracy", "runs"], "which a report can read"

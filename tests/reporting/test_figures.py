@@ -14,7 +14,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import concatenate
 from dpexp.accounting.rounding import down, up
-from dpexp.reporting.comparisons import WHY
+from dpexp.reporting.comparisons import WHY, best_of_trials
 from dpexp.reporting.run_figures import audit_figure, class_counts, epsilon_over_rounds, trade_off
 from dpexp.reporting.sweep_figures import ROUND, curves, figures_of
 from dpexp.reporting.terminal import print_audit
@@ -66,7 +66,8 @@ def test_a_line_joins_the_configurations_that_differ_in_nothing_else():
     assert points == [pytest.approx((0.999 * e, 0.4 + 0.02 * k + 0.04 + 0.06 + 0.001)) for k, e in enumerate((1, 2, 4))]
     spreads = {round(segment[1][1] - segment[0][1], 9) for bar in axes.containers for segment in
                bar.lines[2][0].get_segments()}  # fmt: skip
-    assert spreads == {0.002}, "standard deviation over the seeds, up and down"
+    assert spreads == {round(2 * 4.302652730 * 0.001 / 3**0.5, 9)}, "Student's 95 % interval of the mean of three seeds"
+    assert axes.get_ylabel() == "test accuracy, mean ± 95 % interval"
     assert sorted(legend(figure)) == sorted(drawn)
     assert figure.get_suptitle() == "test accuracy by ε: digits, cnn"
     assert ticks(figure) == ["0.999", "2", "4"]
@@ -80,6 +81,20 @@ def test_the_best_without_privacy_is_a_horizontal_line():
     worse = TWIN | {"optimizer.lr": 7, "test_accuracy": 0.2}
     (axes,) = curves(trials(*rows, TWIN | {"test_accuracy": 0.91}, worse), "epsilon", "test_accuracy").axes
     assert {xy[1] for xy in lines(axes)["cnn without privacy (the best of 2)"]} == {0.91}
+    assert axes.get_ylim()[1] > 0.92, "it is within the figure"
+
+
+def test_the_interval_of_a_figure_is_the_terminals_and_no_accuracy_exceeds_one():
+    """It was one standard deviation, of the same runs."""
+    frame = trials(*({"test_accuracy": a, "optimizer.lr": lr, "seed": str(k)}
+                     for lr in (1, 2, 4) for k, a in enumerate((0.9 + 0.01 * lr, 0.99))))  # fmt: skip
+    (axes,) = curves(frame, "optimizer.lr", "test_accuracy").axes
+    (bar,) = axes.containers
+    halves = [(high - low) / 2 for (_, low), (_, high) in bar.lines[2][0].get_segments()]
+    assert f"95 % interval ± {halves[2]:.2%}" in str(best_of_trials(frame)[""])
+    assert max(halves) > 0.1 and axes.get_ylim()[1] == 1.02
+    one = curves(trials(*({"optimizer.lr": lr} for lr in (1, 2, 4))), "optimizer.lr", "test_accuracy")
+    assert one.axes[0].get_ylabel() == "test accuracy", "single runs have none"
 
 
 def test_words_have_no_line():
