@@ -44,6 +44,17 @@ def folders(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_class_is_one_in_either_form_of_unicode(folders):
+    for folder, name in (("train", "U\u0308bung"), ("test", "\u00dcbung")):
+        (folders / folder / "a").rename(folders / folder / name)
+    (folders / "train" / "b").rename(folders / "train" / "TRUE")
+    (folders / "test" / "b").rename(folders / "test" / "true")
+    assert class_names("train", "test") == ["True", "\u00dcbung"]
+    for names in (["true", "U\u0308bung"], [True, "\u00dcbung"]):
+        data = Images("train", "test", names, (1, 8, 8))
+        assert data.train.usable.all() and data.train.tensors[1].sum() == 30 and data.test.tensors[1].sum() == 10
+
+
 def of(path="train", shape=(1, 8, 8)):
     return Images(path, "test", ["a", "b"], shape)
 
