@@ -22,9 +22,10 @@ _STYLE: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_fl
 _HEAD = """\
 # Public facts about {path}. Fill in what is empty from public knowledge, never by looking at the rows: `rows` is the
 # published number of training rows, `min` and `max` the range of a number or a date, `values` the categories. The kinds
-# were guessed from the first rows: a column is a number, a date, a category, or ignored. `decimal` and `thousands` are
-# signs within a number, `unit` is what may stand on either side of it, as € or %, and `negative: ()` says that one in
-# parentheses is below zero. `format` is that of a date, as %d.%m.%Y, and by default ISO 8601, as 2024-01-31.
+# were guessed from the first rows of {guessed}:
+# a column is a number, a date, a category, or ignored. `decimal` and `thousands` are signs within a number, `unit` is
+# what may stand on either side of it, as € or %, and `negative: ()` says that one in parentheses is below zero.
+# `format` is that of a date, as %d.%m.%Y, and by default ISO 8601, as 2024-01-31.
 """
 # How numbers and dates may be written; of these, the first and the second one may be confused:
 _FORMS: dict[str, list[dict[str, str]]] = {
@@ -80,7 +81,7 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
             console.print(f"{said}: {', '.join(cells)}.", soft_wrap=True, markup=False)
     content |= {"columns": columns}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_HEAD.format(path=path) + yaml.safe_dump(content, **_STYLE))
+    out.write_text(_HEAD.format(path=path, guessed=test_path or path) + yaml.safe_dump(content, **_STYLE))
     console.print(f"Schema: {out}", soft_wrap=True)
     return content
 

@@ -106,7 +106,8 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), rounds_done(output / CHECKPOINT))
         terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
         if plan and cfg.data.id is not None and not cfg.checkpoint.resume:
-            terminal.console.print(_on_these_data(cfg, with_earlier(others, plan.ledger(), cfg.privacy.delta)))
+            together = with_earlier(others, plan.ledger(), cfg.privacy.delta)
+            terminal.console.print(_on_these_data(cfg, together), soft_wrap=True, markup=False)
         terminal.print_trained_parameters(job.module)
     else:
         said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"

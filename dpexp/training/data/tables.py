@@ -325,7 +325,7 @@ def _read_schema(schema: str) -> dict[str, Any]:
 
 def _value(word: Any) -> Any:
     """The number or truth value that a word of a schema is."""
-    with suppress(yaml.YAMLError, AttributeError):
+    with suppress(yaml.YAMLError, AttributeError, ValueError):
         return yaml.safe_load(word)
     return word
 
