@@ -184,7 +184,7 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
     "argument, said",
     [
         ("data.path=train/a/00.png", "data.path=train/a/00.png must be a folder"),
-        ("data.path=nowhere data.class_names=[a,b]", "data.path=nowhere must be a folder"),
+        ("data.path=nowhere data.class_names=[a,b]", "data.path=nowhere cannot be read: No such file"),
         ("data.test_path=null", "data.test_path=None must be a folder"),
         ("data.test_path=test/a", "data.class_names=[] must be at least two different names"),
         ("data.class_names=[a,a]", "data.class_names=['a', 'a'] must be at least two"),
