@@ -215,12 +215,16 @@ def replaced(cfg: Any) -> dict[str, Any]:
 
 def tracking_uri() -> str:
     """The default tracking URI."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.getcwd()}/outputs/mlflow.db"
+    here = os.getcwd()
+    quoted = here.replace("%", "%25").replace("?", "%3F")
+    # For an address without the driver, MLflow makes a folder with the quoted name, too
+    scheme = "sqlite" if quoted == here else "sqlite+pysqlite"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{scheme}:///{quoted}/outputs/mlflow.db"
 
 
 def _artifact_folder(uri: str | None, folder: str) -> str | None:
-    """`folder` for a database in a file; None for a server, which chooses the place of artifacts itself."""
-    return folder if uri is None or uri.startswith("sqlite:") else None
+    """The URI of `folder` for a database in a file; None for a server, which chooses the place of artifacts itself."""
+    return Path(folder).as_uri() if uri is None or uri.startswith(("sqlite:", "sqlite+")) else None
 
 
 def _unless(*values: Any) -> Any:
@@ -243,11 +247,11 @@ def part_of(part: Any, data_id: str | None) -> Part | None:
     return Part(f"sha256 of {part['column']!r} in data.id={data_id!r}", part["low"], part["high"])
 
 
-def _table(fact: str, schema: str, target: str, person: str, part: Any = None) -> Any:
+def _table(fact: str, schema: str, target: str, person: str, test_path: str | None, part: Any = None) -> Any:
     """What the schema of a table says; see `tables.facts_of`. Of a part, how many rows or users to expect."""
     from dpexp.training.data.tables import facts_of  # imports torch
 
-    found, used = facts_of(schema, target, person)[fact], part_of(part, None)
+    found, used = facts_of(schema, target, person, test_path)[fact], part_of(part, None)
     return found if used is None or found is None else max(1, round(found * (used.high - used.low)))
 
 

@@ -196,6 +196,15 @@ def data_of(cfg: DictConfig) -> pl.LightningDataModule:
     return data
 
 
+def check_files(cfg: DictConfig) -> None:
+    """Refuses a file or folder of the user's that is not there, before what may not fit the data in it."""
+    module = cfg.data.module
+    if module._target_.startswith("dpexp.") and "test_path" in module:  # else a path may be a name on the hub
+        for key in ("path", "test_path"):
+            if module[key] is not None and not Path(module[key]).expanduser().exists():
+                raise ConfigError(f"data.{key}={module[key]} cannot be read: No such file or directory.")
+
+
 def features_map(cfg: DictConfig) -> Any:
     """The map from records to features, `data.features_of`; None: the records are trained on as they are."""
     if not cfg.data.features_of:

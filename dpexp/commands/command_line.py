@@ -89,6 +89,7 @@ RUN is a job's folder, or the MLflow run id of a job of this machine. Options:
 
 Options:
     out=FILE.yaml     where the schema goes; default: the name of the table, here
+    data.test_path=…  the test rows, which are public: kinds are guessed from them, and messages quote their cells
     data.person=…     the column that identifies a person, if ε shall protect people
     unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
     "verify": """\

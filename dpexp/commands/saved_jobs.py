@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from dpexp.reporting.terminal import console, print_tested
 from dpexp.reporting.wording import measured
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.features import Features, OnFeatures
-from dpexp.training.data.raw import RawData, delimiter_of
+from dpexp.training.data.raw import RawData, content_of, delimiter_of, text_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_weights
 
 # Files of a job's folder:
@@ -97,7 +98,7 @@ class _Saved:
         precision = self.trainer.precision_plugin
         with torch.no_grad(), precision.forward_context():
             if self.data is not None:
-                return self.data.predictions(self.model, inputs)
+                return self.data.predictions(self.model, inputs.rename(columns=text_of))
             x = torch.as_tensor(np.asarray(inputs))
             x = x if isinstance(self.model, OnFeatures) else precision.convert_input(x)
             scores = torch.cat([scores_of(self.model(part)) for part in x.split(1000)])
@@ -211,10 +212,11 @@ def predict(arguments: Sequence[str]) -> DataFrame:
 
 def _table(path: Path) -> np.ndarray:
     """The rows of a CSV file, whose first line may hold names (0, 1, 2, … count as names)."""
-    form: Any = {"sep": delimiter_of(path)}
-    first = read_csv(path, header=None, nrows=1, **form)
+    content = content_of(path, "strict")
+    form: Any = {"sep": delimiter_of(content)}
+    first = read_csv(StringIO(content), header=None, nrows=1, **form)
     named = not all(map(is_numeric_dtype, first.dtypes)) or [*first.iloc[0]] == [*range(first.shape[1])]
-    return read_csv(path, header=0 if named else None, **form).to_numpy(np.float64)
+    return read_csv(StringIO(content), header=0 if named else None, **form).to_numpy(np.float64)
 
 
 def _inputs(path: Path, cfg: DictConfig) -> Tensor:

@@ -1,26 +1,31 @@
 """`python -m dpexp schema`: writes the schema of a table, to be filled in from public knowledge."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 import yaml
+from pandas import Series
 
 from dpexp.commands.command_line import read_options
 from dpexp.errors import ConfigError
 from dpexp.reporting.terminal import console
-from dpexp.training.data.raw import rows_of, texts_of
-from dpexp.training.data.tables import KINDS, MISSING, OPTIONS, numbers_of
+from dpexp.training.data.raw import rows_of, text_of, texts_of
+from dpexp.training.data.tables import KINDS, OPTIONS, cell_of, numbers_of, present
 
 _STYLE: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None, "width": 120}
 _HEAD = """\
 # Public facts about {path}. Fill in what is empty from public knowledge, never by looking at the rows: `rows` is the
 # published number of training rows, `min` and `max` the range of a number or a date, `values` the categories. The kinds
-# were guessed from the first rows: a column is a number, a date, a category, or ignored. `decimal` and `thousands` are
-# signs within a number; `format` is that of a date, as %d.%m.%Y, and by default ISO 8601, as 2024-01-31.
+# were guessed from the first rows of {guessed}:
+# a column is a number, a date, a category, or ignored. `decimal` and `thousands` are signs within a number, `unit` is
+# what may stand on either side of it, as € or %, and `negative: ()` says that one in parentheses is below zero.
+# `format` is that of a date, as %d.%m.%Y, and by default ISO 8601, as 2024-01-31.
 """
 # How numbers and dates may be written; of these, the first and the second one may be confused:
 _FORMS: dict[str, list[dict[str, str]]] = {
@@ -33,6 +38,7 @@ _FORMS: dict[str, list[dict[str, str]]] = {
 @dataclass
 class Source:
     path: str | None = None
+    test_path: str | None = None
     person: str | None = None
 
 
@@ -49,16 +55,20 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     if other := [argument for argument in given if "=" not in argument]:
         raise ConfigError(f"schema: {other[0]} is no option; see schema --help.")
     cfg: Options = read_options(Options, given)
-    path, person = cfg.data.path, cfg.data.person or "row"
+    person, test_path = text_of(cfg.data.person or "row"), cfg.data.test_path
+    path = cfg.data.path or (None if cfg.unsafe else test_path)
     if path is None:
-        raise ConfigError("schema needs data.path, a file with the training rows.")
+        raise ConfigError("schema needs data.path, a file with the training rows, or data.test_path, with public rows.")
     out = Path(cfg.out or Path(path).name.removesuffix(Path(path).suffix).removesuffix(".csv") + ".yaml")
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another file.")
-    columns = {str(name): _guessed(rows) for name, rows in rows_of("data.path", path, named={}).items()}
+    rows = rows_of("data.test_path", test_path) if test_path else rows_of("data.path", path, named={})
+    columns = {str(name): _guessed(values) for name, values in rows.items()}
     if person != "row" and person not in columns:
         raise ConfigError(f"data.person={person} is no column of {path}: {', '.join(columns)}.")
-    content: dict[str, Any] = {"rows": None} | ({} if person == "row" else {"persons": None})
+    content: dict[str, Any] = {"rows": None}
+    if person != "row":
+        content["persons"], columns[person] = None, {"kind": "ignored"}
     if cfg.unsafe:
         content |= _in_the_clear(path, person, columns)
     for said, fits in (
@@ -66,11 +76,12 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
         ("Two ways to read them fit; write the right one into decimal, thousands or format",
          lambda facts: any(facts.get(key, "") is None for key in OPTIONS[facts["kind"]])),
     ):  # fmt: skip
-        if names := [name for name, facts in columns.items() if fits(facts)]:
-            console.print(f"{said}: {', '.join(names)}.", soft_wrap=True, markup=False)
+        if names := [name for name, facts in columns.items() if name != person and fits(facts)]:
+            cells = [f"{name} ({cell_of(present(rows[name]))})" for name in names] if test_path else names
+            console.print(f"{said}: {', '.join(cells)}.", soft_wrap=True, markup=False)
     content |= {"columns": columns}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_HEAD.format(path=path) + yaml.safe_dump(content, **_STYLE))
+    out.write_text(_HEAD.format(path=path, guessed=test_path or path) + yaml.safe_dump(content, **_STYLE))
     console.print(f"Schema: {out}", soft_wrap=True)
     return content
 
@@ -78,18 +89,26 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
 def _guessed(values: Any) -> dict[str, Any]:
     """A column's kind, from its first rows, with its facts empty, and how it is written; empty if two ways fit."""
     values = values.head(1000)
-    texts = texts_of(values)
-    is_missing = texts.str.lower().isin(MISSING)
-    is_flag = {*texts[~is_missing]} == {"0", "1"}  # which are classes, not amounts
-    for kind, forms in () if is_flag else _FORMS.items():
-        counts = [np.isfinite(numbers_of(values, {"kind": kind} | form)).sum() for form in ({}, *forms)]
-        if (best := max(counts)) > 0.5 * (~is_missing).sum():
+    known = present(values)
+    around = _around(known)
+    are_classes = {*known} == {"0", "1"} or known.str.fullmatch(r"0\d+").any()  # flags and codes are no amounts
+    for kind, forms in () if are_classes else _FORMS.items():
+        facts = {"kind": kind} | (around if kind == "number" else {})
+        counts = [np.isfinite(numbers_of(values, facts | form)).sum() for form in ({}, *forms)]
+        if (best := max(counts)) > 0.5 * len(known):
             form = ({}, *forms)[counts.index(best)]
             asks = counts[0] < counts[1] == counts[2] == best
-            return {"kind": kind} | dict.fromkeys(KINDS[kind]) | (dict.fromkeys(form) if asks else form)
+            return dict.fromkeys(("kind", *KINDS[kind])) | facts | (dict.fromkeys(form) if asks else form)
     is_name = len(values) > 20 and values.nunique() > 0.5 * len(values)
-    kind = "ignored" if is_name or is_missing.all() else "category"
+    kind = "category" if len(known) and not is_name else "ignored"
     return {"kind": kind} | dict.fromkeys(KINDS[kind])
+
+
+def _around(known: Series) -> dict[str, str]:
+    """What stands around a column's numbers: the commonest sign of percent or of a currency, and parentheses."""
+    signs = Counter(sign for text in known for sign in text if sign == "%" or category(sign) == "Sc")
+    unit = {"unit": signs.most_common(1)[0][0]} if signs else {}
+    return unit | ({"negative": "()"} if known.str.contains("(", regex=False).any() else {})
 
 
 def _in_the_clear(path: str, person: str, columns: dict[str, Any]) -> dict[str, Any]:

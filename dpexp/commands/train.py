@@ -112,8 +112,9 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             done = rounds_done(output / CHECKPOINT)
             terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), done, reserved)
         terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
-        if plan and (together := with_earlier(others, plan.ledger(), cfg.privacy.delta)):
-            terminal.console.print(f"After this job, {together}.")
+        if plan and cfg.data.id is not None and not cfg.checkpoint.resume:
+            together = with_earlier(others, plan.ledger(), cfg.privacy.delta)
+            terminal.console.print(_on_these_data(cfg, together), soft_wrap=True, markup=False)
         terminal.print_trained_parameters(job.module)
     else:
         said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"
@@ -158,6 +159,14 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     else:
         terminal.print_trial(trial, result)
     return objective(cfg, result)
+
+
+def _on_these_data(cfg: DictConfig, together: str) -> str:
+    """What a job and earlier ones spend together, in words, and how their data are known."""
+    spent = f"After this job, {together}." if together else "No earlier run on these data is known."
+    if "id: ${resolved:" in OmegaConf.to_yaml(cfg):
+        return f"{spent} The data are known by their path, {cfg.data.id}; data.id names them wherever they are."
+    return spent
 
 
 def _check(cfg: DictConfig) -> None:
@@ -217,6 +226,7 @@ def _make_job(
         cfg.sampling.steps, cfg.sampling.epochs, cfg.tracking.uri = 3, None, None
         OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
     pl.seed_everything(cfg.seed, verbose=False)
+    build.check_files(cfg)
     module = build.module_of(cfg, load_weights=not cfg.checkpoint.resume)  # right after the seed: reproducible
     data = build.data_of(cfg)
     if hasattr(data, "num_workers"):

@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils import chunk_list
+from sqlalchemy import make_url
 
 from dpexp.errors import ConfigError, is_own, place_of, root_of
 from dpexp.tracking.job_folder import finished_result
@@ -90,8 +91,9 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
 
 def database(uri: str) -> Path | None:
     """The file of an SQLite store; None for other stores."""
-    scheme, _, path = uri.partition("?")[0].partition(":///")
-    return Path(path).resolve() if path and scheme.partition("+")[0] == "sqlite" else None
+    scheme, separator, _ = uri.partition(":///")
+    path = make_url(uri).database if separator and scheme.partition("+")[0] == "sqlite" else None
+    return Path(path).resolve() if path else None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import pytest
 from dp_accounting import pld
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from test_accountants import directly, ledger
 
 from dpexp.accounting.accountants import delta, epsilon
@@ -16,6 +17,8 @@ from dpexp.accounting.multiple_runs import runs_of_one_record
 from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
 from dpexp.commands.account import account, with_earlier
+from dpexp.commands.train import _on_these_data
+from dpexp.config import register
 from dpexp.errors import ConfigError
 
 RULE, OTHER = "sha256 of 'name' in data.id='people'", "sha256 of 'name' in data.id='others'"
@@ -139,6 +142,16 @@ def test_a_run_tells_what_it_costs_with_earlier_ones_on_other_parts():
     assert with_earlier([one], other, 1e-5) == f"with 1 earlier run on these data, ε = {up(epsilon(other, 1e-5), 4)}"
     at_least = f"ε = more than {up(epsilon(other, 1e-5), 4)}, by an unknown amount"
     assert with_earlier([one, None], other, 1e-5) == f"with 2 earlier runs on these data, {at_least}"
+
+
+def test_a_job_says_how_its_data_are_known():
+    register()
+    by_path = OmegaConf.create({"data": {"path": "/a[b]/rows.csv", "id": "${resolved:${data.path}}"}})
+    path = "The data are known by their path, /a[b]/rows.csv; data.id names them wherever they are."
+    assert _on_these_data(by_path, "") == f"No earlier run on these data is known. {path}"
+    assert _on_these_data(by_path, "with 1 earlier run, ε = 4") == f"After this job, with 1 earlier run, ε = 4. {path}"
+    by_path.data.id = "rows"
+    assert _on_these_data(by_path, "") == "No earlier run on these data is known."
 
 
 def test_a_ledger_keeps_its_part_and_is_continued_only_on_it(tmp_path):

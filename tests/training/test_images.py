@@ -44,6 +44,17 @@ def folders(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_class_is_one_in_either_form_of_unicode(folders):
+    for folder, name in (("train", "U\u0308bung"), ("test", "\u00dcbung")):
+        (folders / folder / "a").rename(folders / folder / name)
+    (folders / "train" / "b").rename(folders / "train" / "TRUE")
+    (folders / "test" / "b").rename(folders / "test" / "true")
+    assert class_names("train", "test") == ["True", "\u00dcbung"]
+    for names in (["true", "U\u0308bung"], [True, "\u00dcbung"]):
+        data = Images("train", "test", names, (1, 8, 8))
+        assert data.train.usable.all() and data.train.tensors[1].sum() == 30 and data.test.tensors[1].sum() == 10
+
+
 def of(path="train", shape=(1, 8, 8)):
     return Images(path, "test", ["a", "b"], shape)
 
@@ -173,7 +184,7 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
     "argument, said",
     [
         ("data.path=train/a/00.png", "data.path=train/a/00.png must be a folder"),
-        ("data.path=nowhere data.class_names=[a,b]", "data.path=nowhere must be a folder"),
+        ("data.path=nowhere data.class_names=[a,b]", "data.path=nowhere cannot be read: No such file"),
         ("data.test_path=null", "data.test_path=None must be a folder"),
         ("data.test_path=test/a", "data.class_names=[] must be at least two different names"),
         ("data.class_names=[a,a]", "data.class_names=['a', 'a'] must be at least two"),

@@ -185,6 +185,16 @@ def test_texts_in_other_files_are_the_same(folder, suffix):
     assert torch.equal(documents(f"other.{suffix}").train.ids, documents("train.jsonl").train.ids)
 
 
+def test_fields_labels_and_users_have_one_spelling(folder):
+    for path in ("train.jsonl", "test.jsonl"):
+        some = {"\u00fc": ["a b c"] * 3, "kind": ["true", "TRUE", "False"], "who": ["\u00e9", "e\u0301", "x"]}
+        pd.DataFrame(some).to_json(path, orient="records", lines=True)
+    labelled = LabelledTexts("train.jsonl", "test.jsonl", "tiny", LENGTH, "kind", [True, "FALSE"], text="u\u0308")
+    assert labelled.train.labels == labelled.test.labels == [0, 0, 1] and labelled.class_names == ["True", "False"]
+    some = Documents("train.jsonl", "test.jsonl", "tiny", LENGTH, "u\u0308", user="who", privacy_unit="user")
+    assert some.train.usable.all() and some.train.user_of == [1, 1, 0]
+
+
 def test_the_step_of_gpt2_is_traced(folder):
     torch.manual_seed(0)
     model = Lora(rank=2, head=False)(causal_lm("tiny"))

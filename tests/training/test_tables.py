@@ -27,7 +27,7 @@ from dpexp.commands.table_schema import schema
 from dpexp.errors import ConfigError, RecordError
 from dpexp.training.classifier import _metrics_of_all
 from dpexp.training.data import Table
-from dpexp.training.data.raw import rows_of, texts_of
+from dpexp.training.data.raw import in_part, rows_of, text_of, texts_of
 from dpexp.training.data.tables import facts_of, numbers_of
 
 COLUMNS = {
@@ -102,6 +102,29 @@ def test_thousands_may_be_blanks_and_apostrophes(text, sign):
     assert numbers_of(pd.Series([1234.5, None]), facts | {"decimal": ","})[0] == 1234.5  # no text
 
 
+MONEY = {"kind": "number", "thousands": ",", "unit": "€", "negative": "()"}
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("1,234.5 €", 1234.5), ("€1,234.5", 1234.5), ("-€5", -5), ("€-5", -5), ("- 5\u00a0€", -5), ("(€5)", -5),
+        ("(1,234.56)", -1234.56), ("€(5)", -5), ("(5 €)", -5), ("(5) €", -5), ("5", 5), ("5 $", None), ("€", None),
+        ("(5", None), ("5)", None), ("(-5)", None), ("1€50", None), ("()", None), ("", None), ("(", None),
+    ],
+)  # fmt: skip
+def test_units_and_parentheses_are_read_if_the_schema_declares_them(text, number):
+    for others in ([], ["x", "1"]):
+        found = numbers_of(pd.Series([text, *others]), MONEY)[0]
+        assert found == number or (number is None and np.isnan(found))
+        undeclared = numbers_of(pd.Series([text, *others]), {"kind": "number"})[0]
+        assert np.isnan(undeclared) or text == "5"
+    assert (
+        numbers_of(pd.Series(["94,7 %", "94,7%"]), {"kind": "number", "decimal": ",", "unit": "%"}).tolist()
+        == [94.7] * 2
+    )
+
+
 def test_dates_are_days_months_and_weekdays(table):
     facts = {"day": {"kind": "date", "min": "2020-01-01", "max": "2021-01-01"}, "ill": COLUMNS["ill"]}
     texts = ["2020-01-01", "2020-07-02 00:00:00", "2022-04-05T06:00+02:00", "31.12.2020", ""]
@@ -127,7 +150,8 @@ FORMS = [  # values, with the one form of each
     ("1e+23", "1" + "0" * 23), (1e23, "1" + "0" * 23), ("1e+9999", "1e+9999"), ("-0", "-0"), ("0.0", "0"),
     (b"\xff", "b'\\xff'"),
     ("12345678901234567890", "12345678901234567890"), (1.0, "1"), (1, "1"), (2.5, "2.5"), (1e16, "1" + "0" * 16),
-    (True, "True"), (None, ""), (math.nan, ""),
+    (True, "True"), ("true", "True"), ("FALSE ", "False"), ("tRUE", "tRUE"),
+    (None, ""), ("U\u0308", "Ü"), ("Å", "Å"), (math.nan, ""),
 ]  # fmt: skip
 
 
@@ -199,7 +223,13 @@ GUESSES = [  # texts of a column, its kind, and how its values are written; None
     (["1.0", "nan"], "number", {}),
     (["True", "False"], "category", {}),
     (["same", "same"], "category", {}),
-    (["$1", "$2"], "category", {}),
+    (["$1", "$2"], "number", {"unit": "$"}),
+    (["94.7%", "5 %"], "number", {"unit": "%"}),
+    (["(1,234.56)", "7"], "number", {"thousands": ",", "negative": "()"}),
+    (["($1,234)", "$7.5"], "number", {"thousands": ",", "unit": "$", "negative": "()"}),
+    (["1.234,5 €", "-7 €"], "number", {"decimal": ",", "thousands": ".", "unit": "€"}),
+    (["01067", "80331"], "category", {}),
+    (["a (1)", "b (2)"], "category", {}),
     (["5", "5"], "number", {}),
     (["0", "1.0"], "category", {}),
 ]
@@ -216,9 +246,27 @@ def test_a_schema_guesses_kinds_and_says_what_it_ignores_or_asks(table, capsys):
     assert "Ignored, since most texts differ or all are missing: c10, c11, c12, id." in printed
     assert "Two ways to read them fit; write the right one into decimal, thousands or format: c1, c9." in printed
     filled = schema(["data.path=many.csv.gz", "out=clear.yaml", "unsafe=true"])["columns"]
-    ranges = {name: (filled[name]["min"], filled[name]["max"]) for name in ("c0", "c7", "c17")}
-    assert ranges == {"c0": (7, 1234.5), "c7": ("2020-01-31", "2020-02-01"), "c17": (5, 6)}
-    assert (table / "many.yaml").exists() and filled["c16"]["values"] == ["$1", "$2"]
+    ranges = {name: (filled[name]["min"], filled[name]["max"]) for name in ("c0", "c7", "c16", "c18", "c19", "c23")}
+    assert ranges == {"c0": (7, 1234.5), "c7": ("2020-01-31", "2020-02-01"), "c16": (1, 2), "c18": (-1234.56, 7),
+                      "c19": (-1234, 7.5), "c23": (5, 6)}  # fmt: skip
+    assert (table / "many.yaml").exists() and filled["c21"]["values"] == ["01067", "80331"]
+
+
+def test_a_schema_of_the_test_file_quotes_it_and_one_of_training_rows_no_row(table, capsys):
+    rows(60).assign(name="private", age="1,234").to_csv("train.csv", index=False)
+    rows(60).assign(name=[f"public {k}" for k in range(60)], age="5,678").to_csv("test.csv", index=False)
+    made = schema(["data.path=train.csv", "data.test_path=test.csv", "data.person=ill"])
+    printed = capsys.readouterr().out
+    assert (
+        "differ or all are missing: name ('public 0')." in printed and "thousands or format: age ('5,678')." in printed
+    )
+    assert made["columns"]["ill"] == {"kind": "ignored"} and made["persons"] is None
+    schema(["data.path=train.csv", "out=other.yaml"])
+    assert "private" not in capsys.readouterr().out and "1,234" not in (table / "other.yaml").read_text()
+    assert schema(["data.test_path=test.csv"])["columns"]["name"] == {"kind": "ignored"}
+    for options in (["data.person=ill"], ["data.test_path=test.csv", "unsafe=true", "out=x.yaml"]):
+        with pytest.raises(ConfigError, match=r"schema needs data\.path"):
+            schema(options)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +279,45 @@ def test_files_are_read_as_they_come(table, name, pack, sep):
     assert of(path=name).read_inputs(table / name)["name"].eq("Müller").all()
     found = schema([f"data.path={name}"])["columns"]
     assert [*found] == ["age", "colour", "name", "ill"] and (table / "a.yaml").exists()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_two_spellings_are_one_category_column_and_person(table, suffix):
+    """Unicode's forms NFC and NFD, the truth values of spreadsheets and pandas, and blanks around a name."""
+    facts = {
+        "Stra\u00dfe u\u0308": {"kind": "category", "values": ["\u00dcbung", "U"]},
+        "ill": {"kind": "category", "values": ["TRUE", "false"]},
+    }
+    facts = facts_of(str(written(table, facts)), "ill", "row")["columns"]
+    spellings = ["\u00dcbung", "U\u0308bung", "U\u0308bung ", "U"]
+    some = pd.DataFrame({"Stra\u00dfe \u00fc": spellings, "ill": ["True", "true", "TRUE", "FALSE"], "who": spellings})
+    other = some.rename(columns={"Stra\u00dfe \u00fc": " Stra\u00dfe u\u0308 "})
+    for name, frame in (("some", some), ("other", other)):
+        write = {"csv": frame.to_csv, "parquet": frame.to_parquet}.get(suffix)
+        if write is None:
+            frame.to_json(table / f"{name}.jsonl", orient="records", lines=True)
+        else:
+            write(table / f"{name}.{suffix}", index=False)
+        data = of(facts | {"who": {"kind": "ignored"}}, f"{name}.{suffix}", person="who", test=f"{name}.{suffix}")
+        for part in (data.train, data.test):
+            assert part.tensors[0].tolist() == [[1, 0]] * 3 + [[0, 1]] and part.tensors[1].tolist() == [0, 0, 0, 1]
+        assert data.train.usable.all() and data.train.user_of.tolist() == [1, 1, 1, 0]
+    part = {"column": "who", "low": 0.0, "high": 0.5}
+    assert len(in_part("data.path", rows_of("data.path", f"some.{suffix}", named={"who": ""}), part)) in (0, 1, 3, 4)
+    old = of(facts | {"x": {"kind": "category", "values": ["TRUE"]}})  # as an earlier model has it
+    new = old.encode(pd.DataFrame({"Stra\u00dfe \u00fc": ["U"], "x": [True]}).rename(columns=text_of))
+    assert new.tolist() == [[0, 1, 1]]
+
+
+HEADERS = ['"a, b";"c, d, e"', '\n\n"a;b";"c\nd,,,"', '\ufeff"a,b";c', '"a ""b, c""";d', "a|b|c,d", '"a,b"\t"c,d,e"\tf']
+
+
+@pytest.mark.parametrize("header, names", zip(HEADERS, (2, 2, 2, 2, 3, 3), strict=True))
+def test_a_file_is_cut_at_the_sign_that_its_header_has_outside_quotes(table, header, names):
+    sign = {"|": "|", "\t": "\t"}.get(next((c for c in header if c in "|\t"), ""), ";")
+    (table / "some.csv").write_text(header + "\n" + sign.join("1" * names) + "\n")
+    for named in (None, {}):
+        assert rows_of("data.path", "some.csv", named=named).to_numpy().tolist() == [["1"] * names]
 
 
 def test_rows_may_be_lines_of_json_of_which_a_broken_one_contributes_nothing(table):
@@ -444,24 +531,29 @@ def test_metrics_of_a_whole_test_set_are_those_of_sklearn():
     )
 
 
-def test_any_path_works_in_all_commands(table, dpexp_job, capsys):
+def test_any_path_works_in_all_commands(table, dpexp_job, capsys, monkeypatch):
     name = 'it\'s "ü" (1) a,b=[c] $x; ~#& {a}'
     paths = {key: f"{name} {key}.csv" for key in ("train", "test", "out")} | {"schema": f"{name}.yaml"}
+    here = table / "what? 50%20 #1 ü"
+    here.mkdir()
+    monkeypatch.chdir(here)
     for key in ("train", "test"):
         (table / f"{key}.csv").rename(paths[key])
     schema([f"data.path={paths['train']}", f"out={paths['schema']}", "unsafe=true"])
     dpexp_job(*CSV, *QUICK, f"data.path={paths['train']}", f"data.test_path={paths['test']}", f"hydra.run.dir={name}",
               f"data.schema={paths['schema']}", f"data.id={name}")  # fmt: skip
-    result = json.loads((table / name / "result.json").read_text())
+    result = json.loads((here / name / "result.json").read_text())
     assert result["rounds"] == 3 and result["private"] is False
-    assert "without noise" in read_ledger(table / name / "ledger.jsonl").not_private_reason  # the schema's ranges
+    assert "without noise" in read_ledger(here / name / "ledger.jsonl").not_private_reason  # the schema's ranges
     dpexp_job("predict", name, paths["test"], f"out={paths['out']}")
-    assert len(pd.read_csv(table / paths["out"])) == 60
+    assert len(pd.read_csv(here / paths["out"])) == 60
     dpexp_job("evaluate", name)
     dpexp_job("account", name)
     dpexp_job("account", f"data.id={name}")
     command = next(line for line in capsys.readouterr().out.splitlines() if "mlflow ui" in line)
     assert shlex.split(command.partition(", then")[0])[-1].endswith("/outputs/mlflow.db")
+    assert {path.name for path in here.glob("outputs/*")} >= {"mlflow.db", "mlartifacts"}
+    assert {path.name for path in table.iterdir()} == {here.name, "schema.yaml"}
 
 
 def columns(**changed):
@@ -473,7 +565,16 @@ WRONG_SCHEMAS = [
     ({"rows": 0, "columns": COLUMNS}, "rows=0 must be"),
     ("- 1", "has no columns"),
     ("a: [", "cannot be read"),
-    ({"rows": 9, "columns": columns(age={"kind": "number", "min": None, "max": 1})}, "columns.age.min is empty"),
+    (
+        {"rows": 9, "columns": columns(age={"kind": "number", "min": None, "max": 1})},
+        "columns.age: min must be filled in",
+    ),
+    (
+        {"rows": 9, "columns": columns(age=AGE | {"thousands": None, "max": None})},
+        "age: max and thousands must be filled",
+    ),
+    ({"rows": 9, "columns": columns(age=AGE | {"unit": "5€"})}, "age: unit=5€ must be a word or a sign"),
+    ({"rows": 9, "columns": columns(age=AGE | {"negative": "-"})}, "and negative, if given, ()"),
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": 2, "max": 1})}, "min=2 and max=1 must be numbers"),
     ({"rows": 9, "columns": columns(age={"kind": "number", "min": 0, "max": math.inf})}, "must be numbers"),
     (
@@ -481,18 +582,50 @@ WRONG_SCHEMAS = [
         "columns.age.kind=integer must be one of number, category, date, ignored",
     ),
     ({"rows": 9, "released": {"ranges": 1}, "columns": COLUMNS}, "is no longer accounted for; fill in public facts"),
-    ({"rows": 9, "columns": columns(colour={"kind": "category"})}, "columns.colour.values is empty"),
+    ({"rows": 9, "columns": columns(colour={"kind": "category"})}, "columns.colour: values must be filled in"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": "red"})}, "must be a list of texts"),
-    ({"rows": 9, "columns": columns(colour={"kind": "category", "values": [True]})}, "quote yes, no"),
+    ({"rows": 9, "columns": columns(colour={"kind": "category", "values": [[1]]})}, "must be a list of texts"),
     ({"rows": 9, "columns": columns(ill={"kind": "category", "values": ["no"]})}, "at least two different texts"),
     ({"rows": 9, "columns": columns(ill={"kind": "ignored"})}, "columns.ill.kind=ignored must be number or category."),
     ({"rows": 9, "columns": {"ill": COLUMNS["ill"]}}, "all columns but the target are ignored"),
     ({"rows": 9, "columns": columns(age=AGE | {"thousands": "."})}, "decimal=. and thousands=. must be two signs"),
     ({"rows": 9, "columns": columns(age=AGE | {"decimal": "5"})}, "decimal=5 and thousands= must be two signs"),
-    ({"rows": 9, "columns": columns(age=DAY | {"format": None})}, "format=None must be a format of strptime"),
+    ({"rows": 9, "columns": columns(age=DAY | {"format": None})}, "columns.age: format must be filled in"),
     ({"rows": 9, "columns": columns(age=DAY | {"min": 2021})}, "min=2021 and max=2020-12-31 must be dates"),
     ({"rows": 9, "columns": columns(colour={"kind": "category", "values": [1.0, "1"]})}, "must be different texts"),
 ]
+
+
+def test_all_that_is_open_in_a_schema_is_said_at_once_with_cells_of_the_test_file(table):
+    rows(9).assign(age="private", colour="private").to_csv("train.csv", index=False)
+    rows(9).assign(age="1,5", colour="rouge", name="bob").to_csv("test.csv", index=False)
+    number, other = {"kind": "number", "min": None, "max": None}, {"kind": "number", "min": 0, "max": 9}
+    path = written(table, COLUMNS | {"age": number, "name": other, "none": {"kind": "category"}})
+    path.write_text(path.read_text().replace("rows: 9", "rows:"))
+    with pytest.raises(ConfigError) as raised:
+        facts_of(str(path), "ill", "row", "test.csv")
+    assert str(raised.value) == (
+        f"{path}: rows=None must be the published number of training rows; columns.age: min and max must be filled in "
+        "('1,5' in test.csv); in no row is colour one of red, blue, but 'rouge'; in no row is name a number, but 'bob';"
+        " columns.none: values must be filled in (no such column in test.csv). Correct it from public knowledge, not "
+        "from the rows."
+    )
+
+
+def test_an_id_has_no_range_and_words_of_a_schema_are_texts(table):
+    path = table / "words.yaml"
+    path.write_text(
+        "rows: 9\npersons: 3\nunsafe: false\ncolumns:\n  name: {kind: number, min: null, max: null}\n"
+        "  2021: {kind: number, min: -1, max: 1.5, decimal: ',', unit: kr., negative: ()}\n"
+        "  no: {kind: category, values: [01067, yes, 1.10, null, 2020-01-31, U\u0308]}\n"
+        "  ill: {kind: category, values: [false, TRUE]}\n"
+    )
+    found = facts_of(str(path), "ill", "name")
+    assert (found["n"], found["users"], found["unsafe"]) == (9, 3, False)
+    columns = found["columns"]
+    assert columns["name"] == {"kind": "ignored"} and (columns["2021"]["min"], columns["2021"]["max"]) == (-1, 1.5)
+    assert columns["no"]["values"] == ["01067", "yes", "1.10", "null", "2020-01-31", "Ü"]
+    assert columns["ill"]["values"] == ["False", "True"]
 
 
 @pytest.mark.parametrize("content, said", WRONG_SCHEMAS, ids=[said for _, said in WRONG_SCHEMAS])
@@ -513,12 +646,17 @@ WRONG_TABLES = [
     (LINES.replace("name", "age"), "each column must have a name of its own, and age occurs twice"),
     (LINES.replace("name", ""), "each column must have a name of its own, and one has no name"),
     (LINES.replace("red", "Red").replace("blue", "Blue"), "in no row is colour one of red, blue"),
-    (pd.DataFrame(rows(6)).assign(age="1,5").to_csv(index=False), "in no row is age a number; correct data.schema"),
+    (
+        pd.DataFrame(rows(6)).assign(age="1,5", colour="").to_csv(index=False),
+        "in no row is age a number, but '1,5'; in no row is colour one of red, blue, but all are missing; correct",
+    ),
     (LINES + "1,red,n,yes,more\n", "Expected 4 fields"),
     (LINES.replace("ill\n", "ill\n1,red,n,yes,more\n"), "Expected 4 fields in line 2, saw 5"),
     (LINES + '1,"red,n,yes\n', "cannot be read: "),
-    (LINES.encode("utf-16"), "is not in UTF-8; convert it"),
-    (LINES.replace("red", "rouge é").encode("latin1"), "is not in UTF-8"),
+    (LINES.encode("utf-16"), "is not in UTF-8; convert it, as by iconv -f utf-16 -t utf-8."),
+    (b"\xfe\xff" + LINES.encode("utf-16-be"), "iconv -f utf-16 -t"),
+    (LINES.encode("utf-32"), "iconv -f utf-32 -t"),
+    (LINES.replace("red", "rouge é").encode("latin1"), "is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8."),
     (b"PAR1 no parquet", "has no column age"),
 ]
 
@@ -534,7 +672,9 @@ def test_a_table_that_does_not_fit_its_schema_is_refused(table, content, said):
 REFUSED = [
     (["data=csv"], "data.schema must be given"),
     (["data.path=none.csv"], "data.path=none.csv cannot be read: No such file"),
-    (["data.path=none.parquet"], "data.path=none.parquet cannot be read: Failed to open"),
+    (["data.path=none.parquet"], "data.path=none.parquet cannot be read: No such file"),
+    (["data.path=none.csv", "model=cnn"], "data.path=none.csv cannot be read: No such file"),
+    (["data.test_path=none.csv", "model=cnn"], "data.test_path=none.csv cannot be read: No such file"),
     (["data.schema=none.yaml"], "data.schema=none.yaml cannot be read: No such file"),
     (["data.target=sick"], "data.target=sick is no column of schema.yaml"),
     (["data.person=id"], "data.person=id is no column of schema.yaml"),

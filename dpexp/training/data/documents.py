@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError, RecordError, positive_integer
 from dpexp.training.classifier import scores_of
-from dpexp.training.data.raw import RawData, check_columns, codes_of, in_part, rows_of, text_of, texts_of
+from dpexp.training.data.raw import RawData, check_columns, codes_of, in_part, rows_of, text_of, texts_of, with_name
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
 
@@ -72,8 +72,8 @@ class _Texts(RawData):
 
     def __init__(self, path: str, test_path: str, tokenizer: str, length: int, text: str) -> None:
         super().__init__()
-        self._path, self._test_path, self._text = path, test_path, text
-        self._fields = {text: "data.text"}
+        self._path, self._test_path, self._text = path, test_path, text_of(text)
+        self._fields = {self._text: "data.text"}
         most, self.length = max_positions(tokenizer), positive_integer("data.length", length)
         if length < 2 or (most is not None and length > most):
             raise ConfigError(f"data.length={length} must lie between 2 and the {most} tokens that the model can take.")
@@ -152,7 +152,8 @@ class Documents(_Texts):
                 "place; set privacy.adjacency=replace_one or replace_null; or data.unit=document."
             )
         super().__init__(path, test_path, tokenizer, length, text)
-        self._unit, self._user, self._prompts, self._part = unit, user, list(prompts), part
+        self._unit, self._prompts, self._part = unit, list(prompts), with_name(part)
+        self._user = None if user is None else text_of(user)
 
     @cached_property
     def train(self) -> Tokens:
@@ -225,7 +226,8 @@ class LabelledTexts(_Texts):
         self.class_names = [text_of(name) for name in class_names]
         if len({*self.class_names}) < max(2, len(self.class_names)):
             raise ConfigError(f"data.class_names={class_names} must be at least two different names of classes.")
-        self._label, self._fields[label] = label, "data.label"
+        self._label = text_of(label)
+        self._fields[self._label] = "data.label"
 
     @cached_property
     def test(self) -> Tokens:

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
 from dpexp.rows import PlacedRows
-from dpexp.training.data.raw import RawData, check_columns
+from dpexp.training.data.raw import RawData, check_columns, text_of
 
 _WITH_TYPES = ("arrow", "parquet")  # kinds of data sets whose files name the types of their columns
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -42,8 +42,8 @@ class Images(RawData):
         self, path: str, test_path: str, class_names: Sequence[str], shape: Sequence[int], input: str = "image"
     ) -> None:  # fmt: skip
         super().__init__()
-        self._input, self._shape, self._paths = input, tuple(shape), (path, test_path)
-        self.class_names: Sequence[str] = [str(name) for name in class_names]
+        self._input, self._shape, self._paths = text_of(input), tuple(shape), (path, test_path)
+        self.class_names: Sequence[str] = [text_of(name) for name in class_names]
 
     @cached_property
     def train(self) -> TensorDataset:
@@ -92,6 +92,7 @@ class Images(RawData):
             value: Any = None
             try:
                 value, label = record(i)
+                label = text_of(label) if isinstance(label, str) else label
                 if label not in codes:
                     raise ValueError(f"{label} is none of the classes {', '.join(self.class_names)}")
                 x[i], y[i] = self._encoded(value), codes[label]
@@ -144,18 +145,19 @@ class HuggingFace(Images):
         subset: str | None = None, train_split: str = "train", test_split: str = "test",
     ) -> None:  # fmt: skip
         super().__init__(path, path, class_names, shape, input)
-        self._label, self._subset, self._splits = label, subset, (train_split, test_split)
+        self._column, self._label = input, label  # as the data set spells them
+        self._subset, self._splits = subset, (train_split, test_split)
 
     def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
         path, split = self._paths[0], self._splits[in_test]
-        rows = split_of(path, self._subset, split, self._input, self._label)
-        kind = type(rows.features[self._input])
+        rows = split_of(path, self._subset, split, self._column, self._label)
+        kind = type(rows.features[self._column])
         are_images = kind.__name__ == "Image"
-        rows = rows.cast_column(self._input, kind(decode=False)) if are_images else rows
+        rows = rows.cast_column(self._column, kind(decode=False)) if are_images else rows
 
         def record(i: int) -> tuple[Any, Any]:
             row = rows[i]
-            value = row[self._input]
+            value = row[self._column]
             return (value["bytes"] or Path(value["path"])) if are_images else value, row[self._label]
 
         return f"data.path={path}, split {split}", len(rows), record
@@ -183,7 +185,7 @@ def class_names(*source: str | None) -> list[str]:
     """The names of the folders in a folder of test images, the second one; or of a column's classes, see `split_of`."""
     if len(source) == 2:
         class_folders("data.path", source[0])
-        return [folder.name for folder in class_folders("data.test_path", source[1])]
+        return sorted({text_of(folder.name) for folder in class_folders("data.test_path", source[1])})
     return getattr(split_of(*source).features[source[-1]], "names", [])
 
 

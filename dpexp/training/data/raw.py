@@ -1,5 +1,6 @@
 """Data sets in memory, whose test set is taken as public, and a reader of users' files."""
 
+import codecs
 import csv
 import hashlib
 import json
@@ -13,6 +14,7 @@ from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -29,6 +31,13 @@ _BATCH = 1000  # inputs that a model predicts for at once
 _DELIMITERS = ",;\t|"
 _LONGEST = 2**31 - 1  # characters of a field in a CSV file
 _END = 'the"end'  # a line after all others, which is a row by itself unless a quote is open
+_HEADER = re.compile(r'\s*((?:"[^"]*"|[^"\r\n]+)*)')  # of CSV; a name in quotes may have several lines
+# What a file begins with -> how it is encoded; UTF-32 comes first, since its mark begins as that of UTF-16 does
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+_BOOLEANS = {"true": "True", "TRUE": "True", "false": "False", "FALSE": "False"}  # a spreadsheet's, and pandas'
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
 
@@ -136,14 +145,14 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
         elif text is None or ".csv" in kinds:
             rows = _csv(f"{key}={path}", file, named is None)
         else:
-            texts = re.split(r"\n(?:[ \t]*\n)+", _content(file, "replace").replace("\r\n", "\n"))
+            texts = re.split(r"\n(?:[ \t]*\n)+", content_of(file, "replace").replace("\r\n", "\n"))
             rows = DataFrame({text: [one.strip() for one in texts if one.strip(" \t\n")]}, dtype=object)
         check_columns(f"{key}={path}", rows, named or {})
         return rows
     except ConfigError:
         raise
     except UnicodeError as error:
-        raise ConfigError(f"{key}={path} is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8.") from error
+        raise ConfigError(f"{key}={path} is {error}.") from error
     except Exception as error:  # each compression has its own
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
         raise ConfigError(f"{key}={path} cannot be read: {reason}.") from error
@@ -153,25 +162,25 @@ def _parquet(where: str, file: Path) -> DataFrame:
     from pyarrow import parquet
 
     found = parquet.ParquetFile(file).read()
-    _check_names(where, found.column_names)
-    return DataFrame(dict(zip(found.column_names, map(_series, found.columns), strict=True)))
+    names = _names(where, found.column_names)
+    return DataFrame(dict(zip(names, map(_series, found.columns), strict=True)))
 
 
 def _json(file: Path, named: Mapping[str, str] | None) -> DataFrame:
-    lines = _content(file, "replace").removesuffix("\n").split("\n")
+    lines = content_of(file, "replace").removesuffix("\n").split("\n")
     found = [_parsed(line) for line in lines if named is not None or line.strip()]
     return DataFrame(found, columns=[*named] if named else None, dtype=object)
 
 
 def _csv(where: str, file: Path, is_public: bool) -> DataFrame:
-    delimiter = delimiter_of(file)
-    content = _content(file, "strict" if is_public else "replace")
+    content = content_of(file, "strict" if is_public else "replace")
+    delimiter = delimiter_of(content)
     csv.field_size_limit(_LONGEST)
     reader = csv.reader(chain(StringIO(content, newline=""), [_END]), delimiter=delimiter, skipinitialspace=True)
-    names = next(filter(None, reader))
-    if names == [_END]:
+    header = next(filter(None, reader))
+    if header == [_END]:
         raise ValueError("No columns to read from file")
-    _check_names(where, [name.strip() for name in names])
+    names = _names(where, header)
     rows: list[list[str]] = []
     last: list[str] = []
     for last in reader:
@@ -186,28 +195,34 @@ def _csv(where: str, file: Path, is_public: bool) -> DataFrame:
     return DataFrame(rows[:-1], columns=names, dtype=str)
 
 
-def _content(file: Path, errors: str) -> str:
-    with opened(file) as source:
-        return source.handle.read().decode("utf-8-sig", errors)  # type: ignore[no-any-return]
+def content_of(file: Path, errors: str) -> str:
+    """The text in a file, which may be compressed.
+
+    Raises:
+        UnicodeError: its first bytes say that it is in another encoding than UTF-8, or `errors` is strict, and a byte.
+    """
+    with get_handle(file, "rb", is_text=False, compression="infer") as source:
+        content: bytes = source.handle.read()
+    encoding = next((name for mark, name in _MARKS.items() if content.startswith(mark)), None)
+    if encoding is None:
+        with suppress(UnicodeDecodeError):
+            return content.decode("utf-8-sig", errors)
+    raise UnicodeError(f"not in UTF-8; convert it, as by iconv -f {encoding or 'latin1'} -t utf-8")
 
 
 def _parsed(line: str) -> dict[str, Any]:
     """The object in a line of JSON; empty if the line has none."""
     with suppress(ValueError, RecursionError):
         found = json.loads(line)
-        return found if isinstance(found, dict) else {}
+        return {text_of(name): value for name, value in found.items()} if isinstance(found, dict) else {}
     return {}
 
 
-def delimiter_of(file: Path) -> str:
-    """The delimiter that is most often in the first line of a CSV file."""
-    with opened(file) as source:
-        return max(_DELIMITERS, key=source.handle.readline().decode("utf-8-sig").count)
-
-
-def opened(file: Path) -> Any:
-    """A file, which may be compressed, for reading bytes."""
-    return get_handle(file, "rb", is_text=False, compression="infer")
+def delimiter_of(content: str) -> str:
+    """The delimiter that is most often in the header of a CSV file, outside quotes."""
+    header = _HEADER.match(content)
+    assert header is not None  # it matches any text
+    return max(_DELIMITERS, key=re.sub('"[^"]*"', "", header[1]).count)
 
 
 def check_columns(where: str, rows: DataFrame, named: Mapping[str, str]) -> None:
@@ -225,6 +240,11 @@ def in_part(where: str, rows: DataFrame, part: Mapping[str, Any] | None) -> Data
     return rows.loc[[part["low"] <= hash_of(text) < part["high"] for text in texts_of(rows[part["column"]])]]
 
 
+def with_name(part: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What names a column under `column`, with that name as `text_of` it."""
+    return part and {**part, "column": text_of(part["column"])}
+
+
 def codes_of(people: Series) -> np.ndarray:
     """int64 [N]: a number for each person, in the order of their texts; -1 where there is none."""
     return factorize(people.where(people.ne("")), sort=True)[0]
@@ -235,11 +255,14 @@ def hash_of(text: str) -> float:
     return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 11) / 2**53
 
 
-def _check_names(where: str, names: Sequence[str]) -> None:
+def _names(where: str, written: Sequence[str]) -> list[str]:
+    """The names of columns, as `text_of` them."""
+    names = [*map(text_of, written)]
     for name in names:
         if not name or names.count(name) > 1:
             said = f"{name} occurs twice" if name else "one has no name"
             raise ConfigError(f"{where}: each column must have a name of its own, and {said}.")
+    return names
 
 
 def _series(column: Any) -> Series:
@@ -259,17 +282,27 @@ def texts_of(values: Series) -> Series:
     """`text_of` each value."""
     if not isinstance(values.dtype, StringDtype):
         return values.astype(object).map(text_of).astype(str)
-    texts = values.fillna("").astype(str).str.strip()
+    texts = values.fillna("").astype(str).str.normalize("NFC").str.strip().replace(_BOOLEANS)
     may_be_float = texts.str.endswith(".0") | texts.str.contains("e+", regex=False)
     return texts.where(~may_be_float, texts[may_be_float].map(text_of))
 
 
 def text_of(value: Any) -> str:
-    """A value as a text without blanks around it; "" if it is missing. A whole number as Python writes floats, such as
-    1.0 or 1e+16, becomes its digits, since other rows may have made its column one of floats: 1.0 and "1" are one."""
+    """The one form of whatever is compared: a cell, the name of a column or a class, a word of a schema. "" if missing.
+
+    It is Unicode's form NFC, without blanks around it. A truth value has one spelling. A whole number as Python writes
+    floats, such as 1.0 or 1e+16, becomes its digits, since other rows may have made its column one of floats: 1.0 and
+    "1" are one.
+    """
     if value is None or value is NA or value != value:
         return ""
-    text = str(value).encode("utf-8", "replace").decode().strip()  # half of a surrogate pair is no text
+    text = stripped(str(value))
     if _WHOLE.fullmatch(text):
         return f"{Decimal(text) or Decimal():f}".removesuffix(".0")
-    return text
+    return _BOOLEANS.get(text, text)
+
+
+def stripped(text: str) -> str:
+    """A text in Unicode's form NFC without blanks around it."""
+    text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+    return normalize("NFC", text).strip()

@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
@@ -25,11 +26,21 @@ from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
 from dpexp.rows import PlacedRows
-from dpexp.training.data.raw import RawData, check_columns, codes_of, in_part, rows_of, text_of, texts_of
+from dpexp.training.data.raw import (
+    RawData,
+    check_columns,
+    codes_of,
+    in_part,
+    rows_of,
+    stripped,
+    text_of,
+    texts_of,
+    with_name,
+)
 
 # Kinds of columns, with the facts that each needs, and those that it may have:
 KINDS = {"number": ("min", "max"), "category": ("values",), "date": ("min", "max"), "ignored": ()}
-OPTIONS = {"number": ("decimal", "thousands"), "category": (), "date": ("format",), "ignored": ()}
+OPTIONS = {"number": ("decimal", "thousands", "unit", "negative"), "category": (), "date": ("format",), "ignored": ()}
 _SIZES = {"number": 2, "date": 6, "ignored": 0}  # features
 MISSING = ("", "na", "n/a", "nan", "nat", "none", "null")  # in lower case
 _UNUSABLE = "data: a row has no known target, no known person, or more or fewer fields than the header."
@@ -45,7 +56,8 @@ class Table(RawData):
     Args:
         path: the training rows.
         columns: name -> {kind: number, min, max}, {kind: date, min, max}, {kind: category, values} or {kind: ignored};
-            all are public facts. A number may have the signs `decimal` and `thousands`, a date a `format` of strptime.
+            all are public facts. A number may have the signs `decimal` and `thousands`, a `unit` on either side, as €
+            or %, and `negative`, the parentheses () around numbers below zero; a date a `format` of strptime.
         target: the column to predict.
         person: `row`, or the column that identifies a person, whose rows are then one user's (`user_of`).
         test_path: the test rows, which are taken as public; or
@@ -62,9 +74,11 @@ class Table(RawData):
         super().__init__()
         if path is None:
             raise ConfigError("data.path must be given: a file with the training rows.")
+        target, person = text_of(target), text_of(person)
+        columns = {text_of(name): facts for name, facts in columns.items()}
         self._path, self._target, self._person = path, target, person
         self._test_rows = ("data.path", path, True) if test_path is None else ("data.test_path", test_path, None)
-        self._test_hash, self._part = test_hash, part
+        self._part = with_name(part)
         self._columns = {name: facts for name, facts in columns.items() if name not in (target, person)}
         self._used = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
         named = {} if person == "row" else {person: "data.person"}
@@ -78,6 +92,7 @@ class Table(RawData):
             )
         if test_hash is not None and not ({*test_hash} == {"column", "fraction"} and 0 < test_hash["fraction"] < 1):
             raise ConfigError(f"data.test_hash={dict(test_hash)} must be {{column: NAME, fraction: 0.2}}.")
+        self._test_hash = test_hash = with_name(test_hash)
         if test_hash is not None and person not in ("row", test_hash["column"]):
             raise ConfigError(f"data.test_hash.column={test_hash['column']} must be the person, {person}.")
 
@@ -105,15 +120,17 @@ class Table(RawData):
 
     def _report(self, where: str, rows: DataFrame, parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
         """Warns of values of public rows that are neither known nor missing. `refuse`: refuses columns without any."""
-        said = []
+        said, unread = [], []
         for name, part in parts.items():
             facts = self._facts if name == self._target else self._columns[name]
-            known, wanted = _known(part, facts), _wanted(facts)
-            if refuse and not known.any():
-                raise ConfigError(f"{where}: in no row is {name} {wanted}; correct data.schema or the file.")
-            texts = texts_of(rows[name][~known])
-            if len(odd := texts[~texts.str.lower().isin(MISSING)]):
-                said.append(f"in {len(odd)} of {len(rows)} rows {name} is not {wanted}: {odd.iloc[0][:40]!r}")
+            known = _known(part, facts)
+            odd = present(rows[name][~known])
+            if not known.any():
+                unread.append(_unread(rows, name, facts))
+            if len(odd):
+                said.append(f"in {len(odd)} of {len(rows)} rows {name} is not {_wanted(facts)}: {cell_of(odd)}")
+        if refuse and unread:
+            raise ConfigError(f"{where}: {'; '.join(unread)}; correct data.schema or the file.")
         if said:
             advice = "They count as missing; data.schema may say how numbers and dates are written."
             warnings.warn(f"{where}: {'; '.join(said)}. {advice}")
@@ -160,7 +177,7 @@ def _encoded(values: Series, facts: Mapping[str, Any]) -> np.ndarray:
     """float32 [N, …]: a scaled number, whether it is missing, and a date's month and weekday; or indicators of a
     category's values."""
     if facts["kind"] == "category":
-        codes = Index(facts["values"]).get_indexer(Index(texts_of(values)))
+        codes = Index([*map(text_of, facts["values"])]).get_indexer(Index(texts_of(values)))
         return (codes[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
     x = numbers_of(values, facts)
     low, high = (_days(facts[key]) if facts["kind"] == "date" else facts[key] for key in ("min", "max"))
@@ -186,28 +203,54 @@ def _wanted(facts: Mapping[str, Any]) -> str:
     return f"one of {', '.join(facts['values'])}" if facts["kind"] == "category" else f"a {facts['kind']}"
 
 
+def _unread(rows: DataFrame, name: str, facts: Mapping[str, Any]) -> str:
+    """That no public row has a value of a column, in words, with one that it has."""
+    return f"in no row is {name} {_wanted(facts)}, but {cell_of(present(rows[name]))}"
+
+
+def present(values: Series) -> Series:
+    """The texts of those values that are not missing."""
+    texts = texts_of(values)
+    return texts[~texts.str.lower().isin(MISSING)]
+
+
+def cell_of(texts: Series) -> str:
+    """The first one of public texts, for a message."""
+    return repr(texts.iloc[0][:40]) if len(texts) else "all are missing"
+
+
 def numbers_of(values: Series, facts: Mapping[str, Any]) -> np.ndarray:
     """float64 [N]: numbers, or days since 1970, each read by itself as the column's facts say; NaN for what is none."""
     if facts["kind"] == "date":
         return values.astype(object).map(lambda value: _days(value, facts.get("format"))).to_numpy(np.float64)
     if not (is_integer_dtype(values.dtype) or is_float_dtype(values.dtype)):
-        texts, signs = texts_of(values), (facts.get("decimal") or ".", facts.get("thousands") or "")
-        if signs != (".", ""):
-            texts = values.astype(object).map(lambda value: _plain_number(value, *signs)).astype(str)
+        texts = texts_of(values)
+        if any(facts.get(key) for key in OPTIONS["number"]):
+            texts = values.astype(object).map(lambda value: _plain_number(value, facts)).astype(str)
         values = to_numeric(texts, errors="coerce")
     return values.to_numpy(np.float64, na_value=np.nan)
 
 
-def _plain_number(value: Any, decimal: str, thousands: str) -> str:
-    """A number as Python writes it, of a text that has these signs in their places."""
+def _plain_number(value: Any, facts: Mapping[str, Any]) -> str:
+    """A number as Python writes it, of a text that is written as a column's facts say."""
     if not isinstance(value, str):
         return text_of(value)
-    value = value.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
-    head, point, tail = value.strip().partition(decimal)
+    decimal, thousands = facts.get("decimal") or ".", facts.get("thousands") or ""
+    head, point, tail = _without_unit(stripped(value), facts).partition(decimal)
     sign = r"\s" if thousands.isspace() else re.escape(thousands)
     if thousands and re.fullmatch(rf"[+-]?\d{{1,3}}({sign}\d{{3}})+", head):
         head = re.sub(sign, "", head)
     return "" if "." in head + tail else f"{head}.{tail}" if point else head
+
+
+def _without_unit(text: str, facts: Mapping[str, Any]) -> str:
+    """The text of a number without its unit, which may stand within or outside a sign or parentheses."""
+    unit = facts.get("unit") or ""
+    text = text.removeprefix(unit).removesuffix(unit).strip()
+    if facts.get("negative") and text.startswith("(") and text.endswith(")"):
+        text = f"-{text[1:-1]}"
+    sign = text[:1] if text[:1] in "+-" else ""
+    return sign + text.removeprefix(sign).strip().removeprefix(unit).removesuffix(unit).strip()
 
 
 def _days(value: Any, form: str | None = None) -> float:
@@ -219,11 +262,14 @@ def _days(value: Any, form: str | None = None) -> float:
     return (moment.replace(tzinfo=None) - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
-def facts_of(schema: str | None, target: str | None, person: str | None) -> dict[str, Any]:
+def facts_of(
+    schema: str | None, target: str | None, person: str | None, test_path: str | None = None
+) -> dict[str, Any]:  # fmt: skip
     """What a schema file says: `columns` of a `Table`, `n`, `users`, `shape`, `classes` and `unsafe`.
 
     Raises:
-        ConfigError: the file is no schema, or something that is needed is empty; names it.
+        ConfigError: the file is no schema, or something that is needed is empty or wrong; names all of it, with a cell
+            of each such column from the test file, which is public.
     """
     for key, value, what in (
         ("schema", schema, "a file that python -m dpexp schema writes"), ("target", target, "the column to predict"),
@@ -232,75 +278,102 @@ def facts_of(schema: str | None, target: str | None, person: str | None) -> dict
         if value is None:
             raise ConfigError(f"data.{key} must be given: {what}.")
     assert schema and target and person
+    target, person = text_of(target), text_of(person)
     content = _read_schema(schema)
     columns = content["columns"]
     for key, name in (("target", target), ("person", person)):
         if name not in columns and not (key == "person" and name == "row"):
             raise ConfigError(f"data.{key}={name} is no column of {schema}; its columns are {', '.join(columns)}.")
-    for name, facts in columns.items():
-        _check_facts(f"{schema}: columns.{name}", facts, name == target)
+    if person != "row":
+        columns[person] = {"kind": "ignored"}  # an id has no range, and no classes
     if content.get("released"):
         raise ConfigError(f"{schema}: released={content['released']} is no longer accounted for; fill in public facts.")
     counted = ["rows"] if person == "row" else ["rows", "persons"]
-    for key in counted:
-        if not isinstance(content.get(key), int) or content[key] < 1:
-            raise ConfigError(f"{schema}: {key}={content.get(key)} must be the published number of training {key}.")
+    counts = {key: _value(content.get(key)) for key in counted}
+    wrong = [
+        f"{key}={count} must be the published number of training {key}"
+        for key, count in counts.items()
+        if not isinstance(count, int) or count < 1
+    ]
+    if wrong_columns := {name: said for name, facts in columns.items() if (said := _wrong(facts, name == target))}:
+        wrong += _with_cells(wrong_columns, columns, test_path)
+    if wrong:
+        raise ConfigError(f"{schema}: {'; '.join(wrong)}. Correct it from public knowledge, not from the rows.")
     used = [facts for name, facts in columns.items() if name not in (target, person)]
     features = sum(_SIZES.get(facts["kind"], len(facts.get("values") or ())) for facts in used)
     if not features:
         raise ConfigError(f"{schema}: all columns but the target are ignored.")
-    if person != "row":
-        columns[person] = {"kind": "ignored"}
     return {
-        "columns": columns, "n": content["rows"], "users": content["persons"] if person != "row" else None,
+        "columns": columns, "n": counts["rows"], "users": counts.get("persons"),
         "shape": [features], "classes": len(columns[target].get("values") or [0]),
-        "unsafe": bool(content.get("unsafe")),
+        "unsafe": bool(_value(content.get("unsafe"))),
     }  # fmt: skip
 
 
 def _read_schema(schema: str) -> dict[str, Any]:
+    """A schema, whose words are texts, as cells are: of themselves, YAML would make a number of 01 and no of false."""
     try:
-        content = yaml.safe_load(Path(os.path.expanduser(schema)).read_text())
+        content = yaml.load(Path(os.path.expanduser(schema)).read_bytes(), yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
     columns = content.get("columns") if isinstance(content, dict) else None
     if not isinstance(columns, dict) or not columns:
         raise ConfigError(f"data.schema={schema} has no columns; python -m dpexp schema writes one.")
-    return content  # type: ignore[no-any-return]
+    return content | {"columns": {text_of(name): facts for name, facts in columns.items()}}
 
 
-def _check_facts(where: str, facts: Any, is_target: bool) -> None:
-    """Refuses what a schema says of a column if it is incomplete or no fact of its kind."""
+def _value(word: Any) -> Any:
+    """The number or truth value that a word of a schema is."""
+    with suppress(yaml.YAMLError, AttributeError, ValueError):
+        return yaml.safe_load(word)
+    return word
+
+
+def _wrong(facts: Any, is_target: bool) -> str:
+    """Why what a schema says of a column is incomplete or no fact of its kind; "" if it is all right, and then has the
+    form that a `Table` takes."""
     kind = facts.get("kind") if isinstance(facts, dict) else None
     if kind not in KINDS:
-        raise ConfigError(f"{where}.kind={kind} must be one of {', '.join(KINDS)}.")
+        return f".kind={kind} must be one of {', '.join(KINDS)}"
     if is_target and kind in ("ignored", "date"):
-        raise ConfigError(f"{where}.kind={kind} must be number or category.")
-    for key in KINDS[kind]:
-        if facts.get(key) is None:
-            raise ConfigError(f"{where}.{key} is empty; fill it in from public knowledge, not from the rows.")
+        return f".kind={kind} must be number or category"
+    if empty := [key for key, word in (dict.fromkeys(KINDS[kind], "") | facts).items() if word in ("", "null")]:
+        return f": {' and '.join(empty)} must be filled in"
     if kind == "number":
-        decimal, thousands = str(facts.get("decimal", ".")), str(facts.get("thousands", ""))
-        if not re.fullmatch(r"([^\w+-])(?!\1)[^\w+-]?", decimal + thousands):
-            raise ConfigError(
-                f"{where}: decimal={decimal} and thousands={thousands} must be two signs, as '.' and ','."
-            )
-        low, high = facts["min"], facts["max"]
+        decimal, thousands, unit = facts.get("decimal", "."), facts.get("thousands", ""), facts.get("unit", "%")
+        if not re.fullmatch(r"([^\w+-])(?!\1)[^\w+-]?", f"{decimal}{thousands}"):
+            return f": decimal={decimal} and thousands={thousands} must be two signs, as '.' and ','"
+        if not re.match(r"[^\d\s.,()+-]", unit) or facts.get("negative", "()") != "()":
+            return f": unit={unit} must be a word or a sign, as € or %, and negative, if given, ()"
+        facts["min"], facts["max"] = low, high = _value(facts["min"]), _value(facts["max"])
         if not all(isinstance(x, int | float) and np.isfinite(x) for x in (low, high)) or not low < high:
-            raise ConfigError(f"{where}: min={low} and max={high} must be numbers, the first the smaller one.")
+            return f": min={low} and max={high} must be numbers, the first the smaller one"
     elif kind == "date":
-        form = str(facts.get("format", "%Y"))
+        form, low, high = str(facts.get("format", "%Y")), str(facts["min"]), str(facts["max"])
         if "%" not in form or np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
-            raise ConfigError(f"{where}.format={form} must be a format of strptime, as %d.%m.%Y.")
-        facts["min"], facts["max"] = low, high = str(facts["min"]), str(facts["max"])
+            return f".format={form} must be a format of strptime, as %d.%m.%Y"
         if not _days(low) < _days(high):
-            raise ConfigError(f"{where}: min={low} and max={high} must be dates, as 2024-01-31, the first the earlier.")
+            return f": min={low} and max={high} must be dates, as 2024-01-31, the first the earlier"
     elif kind == "category":
         values = facts["values"]
-        if not isinstance(values, list) or any(isinstance(v, bool | dict | list) or v is None for v in values):
-            raise ConfigError(f"{where}.values={values} must be a list of texts; quote yes, no, true, false and null.")
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            return f".values={values} must be a list of texts"
         facts["values"] = texts = [text_of(value) for value in values]
         if len({*texts}) < len(texts) or len(texts) < (2 if is_target else 1):
-            least = "at least two different texts" if is_target else "different texts"
-            raise ConfigError(f"{where}.values={texts} must be {least}.")
+            return f".values={texts} must be {'at least two different texts' if is_target else 'different texts'}"
+    return ""
+
+
+def _with_cells(wrong: Mapping[str, str], columns: Mapping[str, Any], test_path: str | None) -> list[str]:
+    """What is wrong of each column, and which others no row of the test file has, each with a cell of that file."""
+    if test_path is None:
+        return [f"columns.{name}{reason}" for name, reason in wrong.items()]
+    rows, said = rows_of("data.test_path", test_path), []
+    for name, facts in columns.items():
+        if name in wrong:
+            cell = cell_of(present(rows[name])) if name in rows else "no such column"
+            said.append(f"columns.{name}{wrong[name]} ({cell} in {test_path})")
+        elif name in rows and facts["kind"] != "ignored" and not _known(_encoded(rows[name], facts), facts).any():
+            said.append(_unread(rows, name, facts))
+    return said
