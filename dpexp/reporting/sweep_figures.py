@@ -73,6 +73,8 @@ def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
             among = f" (the best of {top.others + 1})" if top.others else ""
             label = f"{model} without privacy{among}"
             axes.axhline(top.row["test_accuracy"], label=label, color="black", linestyle=":")
+        if y == "test_accuracy" and axes.get_ylim()[1] > 1.02:  # the interval of few runs reaches beyond
+            axes.set_ylim(top=1.02)
         has_bars = y == "test_accuracy" and points["margin"].notna().any()
         axes.set(xlabel=by_x, ylabel=f"{names[y]}, mean ± 95 % interval" if has_bars else names[y])
         if y == "knob_value":
@@ -99,8 +101,6 @@ def _panel(axes: Axes, points: DataFrame, y: str, is_number: bool) -> None:
             linestyle="-" if is_number else "",
         )  # fmt: skip
     axes.grid(alpha=0.3)
-    if y == "test_accuracy" and axes.get_ylim()[1] > 1.02:  # the interval of few runs reaches beyond
-        axes.set_ylim(top=1.02)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{100 * value:.4g} %" if y == "test_accuracy" else f"{value:.4g}")
     )
