@@ -103,7 +103,7 @@ class Classifier(pl.LightningModule):
         "test_accuracy",
         "test_balanced_accuracy",
         "test_auc",
-        "test_f1",
+        "test_macro_f1",
         "test_calibration_error",
         "test_r2",
     )
@@ -247,7 +247,7 @@ def _metrics_of_all(scores: Tensor, y: Tensor) -> dict[str, Tensor]:
             "test_majority_accuracy": counts.max() / len(y),
             "test_balanced_accuracy": recall[counts > 0].mean(),
             "test_auc": multiclass_auroc(p, y, classes),
-            "test_f1": multiclass_f1_score(p, y, classes, average="macro"),
+            "test_macro_f1": multiclass_f1_score(p, y, classes, average="macro"),
             "test_calibration_error": multiclass_calibration_error(p, y, classes, n_bins=15),
         }
 

@@ -433,7 +433,7 @@ def test_metrics_of_a_whole_test_set_are_those_of_sklearn():
     scores[torch.arange(200), y] += 1
     found, p = _metrics_of_all(scores, y), scores.softmax(1).numpy()
     assert float(found["test_auc"]) == pytest.approx(roc_auc_score(y, p, multi_class="ovr"), abs=1e-5)
-    assert float(found["test_f1"]) == pytest.approx(f1_score(y, p.argmax(1), average="macro"), abs=1e-5)
+    assert float(found["test_macro_f1"]) == pytest.approx(f1_score(y, p.argmax(1), average="macro"), abs=1e-5)
     confidence, right = p.max(1), p.argmax(1) == y.numpy()
     bins = np.minimum((confidence * 15).astype(int), 14)
     error = sum(abs(confidence[bins == k].sum() - right[bins == k].sum()) for k in range(15)) / 200
