@@ -348,8 +348,8 @@ def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighte
         found = f"{recalls[missed]:.1%}" if recalls[missed] else "none"
         _print(
             f"[bold]It ranks the classes (AUC {auc:.2f}; chance is 0.5), but at the threshold 0.5 it finds {found} of "
-            f"{escape(missed)}[/]: preprocessing=\\[class_counts] data.class_weights=counts, or choose a threshold on test "
-            "rows."
+            f"{escape(missed)}[/]: preprocessing=\\[class_counts] data.class_weights=counts, or choose a threshold on "
+            "test rows."
         )
 
 

@@ -13,9 +13,9 @@ from torch import nn
 import dpexp
 from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError
+from dpexp.reporting.terminal import print_trained_parameters
 from dpexp.training.data import Backbone, Digits
 from dpexp.training.models import cnn, mlp
-from dpexp.reporting.terminal import print_trained_parameters
 from dpexp.training.pretrained import (
     All,
     Bias,

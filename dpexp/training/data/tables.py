@@ -90,7 +90,7 @@ class Table(RawData):
         return self._data_set(*self._test_rows)
 
     def example(self) -> DataFrame:
-        return self._split(*self._test_rows)[[*self._columns]].head(2)
+        return self._split(*self._test_rows)[[*self._used]].head(2)
 
     def encode(self, inputs: DataFrame) -> Tensor:
         """x [N, features]."""
