@@ -157,12 +157,17 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: Any) -> Tensor:
         if self.augment is not None:
             batch = views(batch, self.augment, self.multiplicity)
+        loss, scores = self.training_loss(batch)
+        self.log_dict(self.metrics("train", batch, loss, scores))
+        return loss
+
+    def training_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """What `loss_and_scores` gives, with classes weighted."""
         loss, scores = self.loss_and_scores(batch)
         weights = self._weights_now() if self._weights_now is not None else self.class_weights
         if isinstance(weights, Tensor):
             loss = _weighted_loss(scores, _labels(batch), weights.to(loss))
-        self.log_dict(self.metrics("train", batch, loss, scores))
-        return loss
+        return loss, scores
 
     def validation_step(self, batch: Any) -> Tensor | None:
         loss, scores = self.loss_and_scores(batch)
