@@ -118,14 +118,14 @@ def print_check(step: str = "", seconds: float = 0.0, rounds: int = 0) -> None:
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:
-    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each name that
-    differs only in a number, as in the blocks of a transformer."""
+    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each kind, by the
+    last three parts of the name, without numbers."""
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     total = sum(p.numel() for p in module.parameters())
     if 0 < sum(sizes.values()) < total:
         shown = [*sizes]
         if len(sizes) > _MAX_NAMES:
-            kinds = Counter(re.sub(r"\b\d+\b", "*", name) for name in sizes)
+            kinds = Counter(".".join(re.sub(r"\b\d+\b", "*", name).split(".")[-3:]) for name in sizes)
             shown = [f"{count} × {kind}" for kind, count in kinds.items()]
         _print(f"[bold]Trained[/]: {sum(sizes.values()):,} of {total:,} weights: {escape(', '.join(shown))}")
 
