@@ -27,14 +27,14 @@ def overfitting(steps, **options):
     x, y = torch.randn(40, 40), torch.randint(2, (40,))
     x[:, 0] = torch.arange(40) / 40
     data = TensorData((x, y), (x, y))
-    data.batch_size = options.pop("batch_size", 12)
+    data.batch_size, path = options.pop("batch_size", 12), options.pop("path", None)
     module = Classifier(nn.Linear(40, 2), lambda p: torch.optim.Adam(p, 0.05), **options)
     held_out, seen = HeldOut(), Seen()
     trainer = pl.Trainer(
         max_epochs=-1, max_steps=steps, callbacks=[held_out, seen], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", limit_val_batches=0,
     )  # fmt: skip
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=data, ckpt_path=path)
     return trainer, module, (x, y), held_out, seen.numbers
 
 
@@ -47,9 +47,15 @@ def test_it_ends_by_records_that_it_does_not_train_on_and_keeps_their_best_weigh
     assert kept.sum() == 36
     loss = nn.functional.cross_entropy(module(x[~kept]), y[~kept], weights)
     assert float(loss) == pytest.approx(float(held_out.best_score)) and trainer.global_step < 600
-    again = HeldOut()
-    again.load_state_dict(held_out.state_dict())
-    assert torch.equal(again._best["model.weight"], module.model.weight) and again.wait_count == held_out.wait_count
+
+
+def test_a_resumed_training_knows_the_best_weights_of_before(tmp_path):
+    with pytest.warns(UserWarning, match="is that of round"):
+        trainer, module, _, held_out, _ = overfitting(600)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.warns(UserWarning, match=f"is that of round {held_out._round} of 700"):
+        again, resumed, *_ = overfitting(700, path=tmp_path / "last.ckpt")
+    assert again.global_step > trainer.global_step and torch.equal(resumed.model.weight, module.model.weight)
 
 
 @pytest.mark.parametrize("batch_size, steps", [(40, 5), (12, 1)])

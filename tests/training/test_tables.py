@@ -329,6 +329,18 @@ def test_a_table_trains_is_registered_and_predicts_raw_rows(table, dpexp_job):
     np.testing.assert_allclose(served[["p_no", "p_yes"]].to_numpy(), found[["p_no", "p_yes"]].to_numpy(), rtol=1e-6)
     np.testing.assert_allclose(found["p_no"] + found["p_yes"], 1, rtol=1e-6)
     assert [*served["prediction"]] == [("no", "yes")[int(p > 0.5)] for p in served["p_yes"]]
+    card = (output / "card.md").read_text()
+    assert " rows.csv\n```\n\nOne input: a row with the columns " in card and "ill" not in card.split("One input")[1]
+    new[[*reversed([*new])]].to_csv("new.csv", index=False)
+    assert (predict([str(output), "new.csv"])["p_no"] == found["p_no"]).all(), "the order of columns"
+    new.assign(age=new["age"].astype(float) * 1000).to_csv("new.csv", index=False)
+    with pytest.raises(ConfigError, match=r"rows age is far from .* its range in data\.schema"):
+        predict([str(output), "new.csv"])
+    new.drop(columns="age").to_csv("new.csv", index=False)
+    with pytest.raises(ConfigError, match="no column age"):
+        predict([str(output), "new.csv"])
+    with pytest.raises(ConfigError, match="holds an array; this model takes inputs as its card"):
+        predict([str(output), "new.npy"])
 
 
 @pytest.mark.parametrize("privacy", ["sampling=fixed_size", "privacy.enabled=false"])

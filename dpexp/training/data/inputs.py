@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dpexp.errors import ConfigError
 
+_WHOLE = "whole numbers"
 _SLACK = 0.25  # of the whole range, by which new inputs may exceed what the test set has
 
 
@@ -17,31 +18,28 @@ class OneInput:
 
     Attributes:
         shape: of one input; where it varies, of the first.
-        is_whole: whether they are whole numbers, such as tokens.
+        kind: numbers, or whole numbers, such as tokens.
         ends: the ranges of an input's smallest number, and of its largest.
         raw_max: see `TensorData`.
     """
 
     shape: Sequence[int]
-    is_whole: bool
+    kind: str
     ends: Sequence[Sequence[float]]
     raw_max: int | None = None
 
     @classmethod
     def of(cls, batches: Iterable[Tensor], raw_max: int | None = None) -> "OneInput":
         """Of batches x [B, …] of finite numbers."""
-        parts = [*batches]
-        low, high = torch.cat([_ends(x) for x in parts], 1).aminmax(dim=1)
-        return cls(
-            [*parts[0].shape[1:]], not parts[0].is_floating_point(), torch.stack([low, high], 1).tolist(), raw_max
-        )
+        first, *others = batches
+        kind = "numbers" if first.is_floating_point() else _WHOLE
+        low, high = torch.cat([*map(_ends, (first, *others))], 1).aminmax(dim=1)
+        return cls([*first.shape[1:]], kind, torch.stack([low, high], 1).tolist(), raw_max)
 
     def __str__(self) -> str:
-        (low, high_low), (low_high, high) = self.ends
-        kind = "whole numbers" if self.is_whole else "numbers"
-        inner = f"the smallest at most {high_low:.3g}, the largest at least {low_high:.3g}"
-        raw = f"; raw ones from 0 to {self.raw_max} are scaled" if self.raw_max else ""
-        return f"{self.shape} {kind} from {low:.3g} to {high:.3g}, {inner}{raw}"
+        low, high = (f"from {start:.3g} to {stop:.3g}" for start, stop in self.ends)
+        raw = f", or raw ones from 0 to {self.raw_max}" if self.raw_max else ""
+        return f"{self.kind} of shape {self.shape}, the smallest {low} and the largest {high}{raw}"
 
     def converted(self, x: Tensor) -> Tensor:
         """Inputs x [B, …] as the model takes them.
@@ -52,13 +50,14 @@ class OneInput:
         given = f"from {x.min():.3g} to {x.max():.3g}"
         if self.raw_max and x.min() >= 0 and 1 < x.max() <= self.raw_max:
             x = scaled(x, self.raw_max)
-        ends, known = _ends(x), torch.tensor(self.ends)
+        ends = _ends(x)
+        known = ends.new_tensor(self.ends)
         slack = _SLACK * (known.max() - known.min())
         fits = ((known[:, :1] - slack <= ends) & (ends <= known[:, 1:] + slack)).all(0)
-        is_kind = x.isfinite().all() and not (self.is_whole and (x % 1).any())
+        is_kind = x.isfinite().all() and (self.kind != _WHOLE or not (x % 1).any())
         if not is_kind or fits.float().mean() < 0.5:
             raise ConfigError(f"data: numbers {given} cannot be those of the test set, where one input is {self}.")
-        return x.long() if self.is_whole else x.float()
+        return x.long() if self.kind == _WHOLE else x.float()
 
 
 def scaled(x: Tensor, raw_max: int) -> Tensor:
