@@ -1,11 +1,13 @@
 """Finished and interrupted jobs: saving, loading and using a trained model, and resuming a training."""
 
+import json
 import math
 import os
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,9 @@ from dpexp.reporting.terminal import console, print_tested
 from dpexp.reporting.wording import measured
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.features import Features, OnFeatures
+from dpexp.training.data.inputs import OneInput
 from dpexp.training.data.raw import RawData, content_of, delimiter_of, text_of
-from dpexp.training.pretrained import load_weights, non_tensor_state, save_weights
+from dpexp.training.pretrained import load_weights, non_tensor_state, read_metadata, save_weights
 
 # Files of a job's folder:
 WEIGHTS, CARD, MLFLOW_MODEL, DISK_RESERVE = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
@@ -80,6 +83,10 @@ class _Saved:
         target = get_object(self.cfg.data.module._target_)
         encodes = isinstance(target, type) and issubclass(target, RawData)
         self.data: RawData | None = make("data.module", self.cfg.data.module) if encodes else None  # has read nothing
+        known = read_metadata(folder / WEIGHTS).get("one_input")
+        self._one_input = OneInput(**json.loads(known)) if known else None
+        if self.data is not None:
+            self.data.one_input = self._one_input
 
     def restore(self) -> None:
         """Makes the module with the trained weights, at the precision of its training. Runs code: see `load`."""
@@ -100,6 +107,7 @@ class _Saved:
             if self.data is not None:
                 return self.data.predictions(self.model, inputs.rename(columns=text_of))
             x = torch.as_tensor(np.asarray(inputs))
+            x = self._one_input.converted(x) if self._one_input else x
             x = x if isinstance(self.model, OnFeatures) else precision.convert_input(x)
             scores = torch.cat([scores_of(self.model(part)) for part in x.split(1000)])
         return scores.to(torch.promote_types(scores.dtype, torch.float32)).numpy()
@@ -266,6 +274,14 @@ def save_model(
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
+    data = data.of if isinstance(data, Features) else data
+    file, words = "inputs.npy", "what the data module gives the model"
+    with suppress(Exception):  # the data may be of any kind, and have no test set
+        if isinstance(data, RawData):
+            file, words = data.example_file, data.input_in_words()
+        one_input = OneInput.of(_test_inputs(data), getattr(data, "raw_max", None))
+        about["one_input"] = json.dumps(asdict(one_input))
+        words = words if isinstance(data, RawData) else str(one_input)
     (output / DISK_RESERVE).unlink(missing_ok=True)
     save_weights(model, output / WEIGHTS, about)
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
@@ -273,8 +289,7 @@ def save_model(
     lost = non_tensor_state(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, which are no tensors: a loaded model lacks them")
-    data = data.of if isinstance(data, Features) else data
-    text = card(names, result, plan, run_id or str(output), lost)
+    text = card(names, result, plan, run_id or str(output), lost, file, words)
     (output / CARD).write_text(text)
     if isinstance(data, RawData):
         try:
@@ -285,20 +300,25 @@ def save_model(
         from dpexp.tracking.registered_model import save_as_mlflow
 
         try:
-            example = data.example() if isinstance(data, RawData) else _example(data)
+            example = data.example() if isinstance(data, RawData) else _as_array(next(_test_inputs(data))[:2])
             save_as_mlflow(output, example, output / MLFLOW_MODEL, __name__)
         except Exception as error:  # the user's model or data may not support it
             warnings.warn(f"MLflow gets no loadable model, only {WEIGHTS}: {type(error).__name__}: {error}")
     return about
 
 
-def _example(data: pl.LightningDataModule) -> np.ndarray:
-    """Two inputs of the test set, which is assumed to be public; NumPy has no bfloat16."""
-    batch = next(iter(data.test_dataloader()))
-    if isinstance(batch, Mapping):
-        raise ConfigError(f"its model takes one tensor, and a batch holds {', '.join(batch)}.")
-    x, *_ = batch
-    return (x[:2].float() if x.is_floating_point() else x[:2]).numpy()
+def _as_array(x: Tensor) -> np.ndarray:
+    return (x.float() if x.is_floating_point() else x).numpy()  # NumPy has no bfloat16
+
+
+def _test_inputs(data: pl.LightningDataModule) -> Iterator[Tensor]:
+    """What the model gets of the test set, which is assumed to be public, batch by batch."""
+    for batch in data.test_dataloader():
+        batch = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
+        if isinstance(batch, Mapping):
+            raise ConfigError(f"its model takes one tensor, and a batch holds {', '.join(batch)}.")
+        x, *_ = batch
+        yield x
 
 
 def resume(arguments: Sequence[str]) -> list[str]:

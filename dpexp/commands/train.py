@@ -32,7 +32,7 @@ from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
 from dpexp.tracking.job_folder import CONFIGURATION, finished_result
 from dpexp.tracking.provenance import config_hash, without_passwords
-from dpexp.training.callbacks import Stop
+from dpexp.training.callbacks import HeldOut, Stop
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.raw import InMemory
 from dpexp.training.pretrained import reserve_disk_space
@@ -118,7 +118,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         terminal.print_trained_parameters(job.module)
     else:
         said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"
-        warnings.filterwarnings("ignore", "|".join(said))
+        warnings.filterwarnings("ignore", "|".join((*said, "without privacy, training ends")))
     if cfg.tracking.uri is None:
         tracking: AbstractContextManager[TrackedRun | None] = nullcontext()
     else:
@@ -238,6 +238,9 @@ def _make_job(
     build.add_optimizer(cfg, module, plan)
     privacy = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, privacy, output)
+    if plan is None and cfg.rounds and isinstance(module, Classifier) and isinstance(data, InMemory):
+        # After the preprocessing, which takes all records, and before the checkpoint of the last round.
+        trainer.callbacks.insert(2, HeldOut())  # type: ignore[attr-defined]
     check_objective(cfg, module, trainer)
     return _Job(module, data, plan, privacy, trainer, output / CHECKPOINT if cfg.checkpoint.resume else None)
 

@@ -85,13 +85,11 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
     private = step.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private
     compared = ""
-    with (
-        suppress(Exception),
-        own_randomness(device, key),
-        chunk.step.stand_in() as own,
-    ):  # the step may not accept such a batch
-        plain = seconds(lambda: torch.autograd.grad(own.loss(_as_batch(records)), trained, allow_unused=True), device)
-        compared = f", {private / plain:.1f} times the gradients of a plain step"
+    if chunk.step.is_users:
+        with suppress(Exception), own_randomness(device, key), chunk.step.stand_in() as own:  # it may refuse a batch
+            batch = _as_batch(records)
+            plain = seconds(lambda: torch.autograd.grad(own.loss(batch), trained, allow_unused=True), device)
+            compared = f", {private / plain:.1f} times the gradients of a plain step"
     warnings.warn(
         f"the clipped gradients and noise of a round take about {1e3 * private:.3g} ms{compared}; for this job's "
         f"{step.rounds} rounds, about {timedelta(seconds=round(private * step.rounds))} (h:mm:ss)."

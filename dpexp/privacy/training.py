@@ -270,7 +270,8 @@ class PrivateTraining:
         self._rounds.say_padding()
         refusals.refuse_read_by_hooks(training_step, self._readers(), step.kept)
         self._after_dry_run()
-        say_dropped(training_step.logged, self.plan)
+        if training_step.is_users:
+            say_dropped(training_step.logged, self.plan)
         self.compile, self.compiling = step.compiling.decided, step.compiling.reason
 
     def _process_sample(self, step: TrainingStep, device: torch.device) -> int:

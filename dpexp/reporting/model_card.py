@@ -19,7 +19,13 @@ NOT_COVERED = """\
 
 
 def card(
-    names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan | None, load: str, lost: Sequence[str] = ()
+    names: Mapping[str, str],
+    result: Mapping[str, Any],
+    plan: PrivacyPlan | None,
+    load: str,
+    lost: Sequence[str] = (),
+    file: str = "inputs.npy",
+    one_input: str = "",
 ) -> str:
     """The model card.
 
@@ -29,6 +35,7 @@ def card(
         plan: None for a model that was trained without privacy.
         load: the argument of `dpexp.load`.
         lost: names of state that is not saved.
+        file: a name for a file of inputs; one_input: what one of them is, in words.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
     metrics = result.get("metrics", {})
@@ -56,7 +63,8 @@ def card(
     lines += [
         "## Use", "", "```python", "import dpexp", "",
         f"model = dpexp.load({json.dumps(load, ensure_ascii=False)})", "```", "", "```sh",
-        f"python -m dpexp evaluate {quote(load)}", f"python -m dpexp predict {quote(load)} data=inputs.npy", "```", "",
+        f"python -m dpexp evaluate {quote(load)}", f"python -m dpexp predict {quote(load)} {file}", "```", "",
+        f"One input: {one_input}.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

@@ -1,8 +1,10 @@
 """Terminal output: the plan, progress, results."""
 
 import itertools
+import re
 import resource
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +31,10 @@ from dpexp.privacy.private_metrics import SAMPLE_SIZE, MetricEstimates
 from dpexp.reporting.wording import RECALL, before_training, guarantee_in_words, range_of
 
 console = Console()
-_MAX_NAMES = 40  # of parameters
+_MAX_NAMES = 8  # of parameters
 _MAX_RECALLS = 5  # classes
+_MANY_CLASSES = 20  # from which on no recalls are measured
+_SKILL = 0.1  # of the way from chance to a perfect score, from which on a model is said to have learnt
 
 
 def _print(text: str) -> None:
@@ -114,13 +118,16 @@ def print_check(step: str = "", seconds: float = 0.0, rounds: int = 0) -> None:
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:
-    """Prints the names of the trained parameters, if some are frozen."""
+    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each kind, by the
+    last three parts of the name, without numbers."""
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     total = sum(p.numel() for p in module.parameters())
     if 0 < sum(sizes.values()) < total:
-        some = [*sizes][:_MAX_NAMES]
-        more = f" and {len(sizes) - len(some)} more" if len(sizes) > len(some) else ""
-        _print(f"[bold]Trained[/]: {sum(sizes.values()):,} of {total:,} weights: {escape(', '.join(some))}{more}")
+        shown = [*sizes]
+        if len(sizes) > _MAX_NAMES:
+            kinds = Counter(".".join(re.sub(r"\b\d+\b", "*", name).split(".")[-3:]) for name in sizes)
+            shown = [f"{count} × {kind}" for kind, count in kinds.items()]
+        _print(f"[bold]Trained[/]: {sum(sizes.values()):,} of {total:,} weights: {escape(', '.join(shown))}")
 
 
 def plan_table(plan: PrivacyPlan) -> Table:
@@ -324,7 +331,7 @@ def print_tested(
 ) -> None:
     """Prints what the test set shows, and what always giving its most frequent class would reach.
 
-    Weighted classes trade accuracy for the recall of rare ones, so that less than the latter is no failure.
+    `weighted`: classes were weighted, so that more weight is no advice.
     """
     if "test_accuracy" in metrics:
         accuracy, majority = metrics["test_accuracy"], metrics.get("test_majority_accuracy")
@@ -332,14 +339,10 @@ def print_tested(
         _print(f"[bold]Test accuracy {accuracy:.2%}[/]{after}{beside}")
         if majority is None:
             return
-        of_classes = _recalls(metrics, class_names)
+        of_classes = _in_words(recalls := _recalls(metrics, class_names))
         _print(f"Balanced accuracy {metrics['test_balanced_accuracy']:.2%}, AUC {metrics['test_auc']:.3f}{of_classes}")
-        if accuracy <= majority and not weighted:
-            _print(
-                "[bold red]The model is no better than always giving the most frequent class.[/] More records, a "
-                "larger privacy.epsilon or a model with fewer weights would help; if classes are rare, "
-                "data.class_weights."
-            )
+        if accuracy <= majority:
+            _print_failure(metrics, recalls, weighted)
     elif "test_perplexity" in metrics:
         unigram = metrics.get("test_unigram_perplexity")
         beside = "" if unigram is None else f"; always the frequencies of its tokens: {unigram:.4g}"
@@ -348,13 +351,40 @@ def print_tested(
         _print(f"[bold]Test R² {metrics['test_r2']:.3f}[/]{after}; always the mean of its targets: 0")
 
 
-def _recalls(metrics: dict[str, float], class_names: Sequence[str] | None) -> str:
+def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighted: bool) -> None:
+    """Prints what is wrong with a classifier that is no more accurate than always giving the most frequent class.
+
+    It may have learnt nonetheless: two classes are judged by AUC, more by the balanced accuracy.
+    """
+    balanced, auc = metrics["test_balanced_accuracy"], metrics["test_auc"]
+    chance = 1 / (len(recalls) or _MANY_CLASSES)
+    reached, worst = (auc, 0.5) if len(recalls) == 2 else (balanced, chance)
+    if reached <= worst + _SKILL * (1 - worst):
+        _print(
+            "[bold red]The model is no better than always giving the most frequent class.[/] More records, a larger "
+            "privacy.epsilon or a model with fewer weights would help; if classes are rare, data.class_weights."
+        )
+    elif len(recalls) == 2 and not weighted:
+        missed = min(recalls, key=recalls.__getitem__)
+        found = f"{recalls[missed]:.1%}" if recalls[missed] else "none"
+        _print(
+            f"[bold]It ranks the classes (AUC {auc:.2f}; chance is 0.5), but at the threshold 0.5 it finds {found} of "
+            f"{escape(missed)}[/]: preprocessing=\\[class_counts] data.class_weights=counts, or choose a threshold on "
+            "test rows."
+        )
+
+
+def _recalls(metrics: dict[str, float], class_names: Sequence[str] | None) -> dict[str, float]:
+    """The recall of each class by its name; {} if there are too many."""
+    recalls = {name.removeprefix(RECALL): value for name, value in metrics.items()}
+    return {class_names[int(k)] if class_names else k: value for k, value in recalls.items() if k.isdecimal()}
+
+
+def _in_words(recalls: dict[str, float]) -> str:
     """The recall of each class; of many, the lowest."""
-    classes = {name.removeprefix(RECALL): value for name, value in metrics.items()}
-    recalls = {int(k): value for k, value in classes.items() if k.isdecimal()}
     lowest = sorted(recalls, key=recalls.__getitem__)[:_MAX_RECALLS]
     few = len(lowest) == len(recalls)
-    shown = [f"{class_names[k] if class_names else k} {recalls[k]:.1%}" for k in (sorted(lowest) if few else lowest)]
+    shown = [f"{name} {recalls[name]:.1%}" for name in (recalls if few else lowest)]
     return f"; {'recall' if few else 'lowest recall'}: {escape(', '.join(shown))}" if shown else ""
 
 

@@ -1,5 +1,6 @@
 """Learning-rate schedules, and Lightning callbacks: checkpoints, averaged weights, signals, early failure."""
 
+import copy
 import math
 import os
 import signal
@@ -14,9 +15,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from dpexp._lightning_compat import TrainerFn, checkpoint_of, is_overridden, pl
+from dpexp._lightning_compat import (
+    TrainerFn,
+    checkpoint_of,
+    is_overridden,
+    pl,
+    replace_training_loader,
+    training_loader,
+)
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import Classifier
 
@@ -104,6 +112,58 @@ class LastCheckpoint(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.max_steps:  # without rounds, no training has ended
             self.on_train_end(trainer, pl_module)
+
+
+class HeldOut(pl.callbacks.EarlyStopping):
+    """Ends a classifier's training without privacy when the loss of a tenth of its training records, held out, has not
+    fallen for ten epochs, and keeps the weights of the lowest.
+
+    Only for dpexp's own data modules, whose loaders shuffle their records and do nothing else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("held_out_loss", patience=10, check_on_train_epoch_end=True)
+        self._best: dict[str, Any] = {}
+        self._round = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loader = training_loader(trainer)
+        order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()
+        count = max(1, len(order) // 10)
+        size = max(1, min(loader.batch_size, len(order) - count))
+        held_out, rest = Subset(loader.dataset, order[:count]), Subset(loader.dataset, order[count:])
+        self._loader = DataLoader(held_out, size)
+        replace_training_loader(
+            trainer, DataLoader(rest, size, shuffle=True, drop_last=True, num_workers=loader.num_workers)
+        )
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, Classifier)
+        pl_module.eval()
+        total = 0.0
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            for batch in self._loader:
+                loss, _ = pl_module.training_loss(_on_device(trainer, pl_module, batch))
+                total += float(loss) / len(self._loader)
+        pl_module.train()
+        pl_module.log(self.monitor, total)
+        super().on_train_epoch_end(trainer, pl_module)
+        if not self.wait_count:
+            self._best, self._round = copy.deepcopy(pl_module.state_dict()), trainer.global_step
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.load_state_dict(self._best)
+        warnings.warn(
+            "without privacy, training ends when the loss of a tenth of its records, held out, no longer falls: "
+            f"the model is that of round {self._round} of {trainer.max_steps}."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"best": self._best, "round": self._round}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._best, self._round = state_dict["best"], state_dict["round"]
 
 
 class LastWeights(pl.Callback):
@@ -218,18 +278,22 @@ def _check_weights(module: pl.LightningModule, rounds: int) -> None:
             )
 
 
+def _on_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+    data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    batch = data.on_before_batch_transfer(batch, 0)
+    batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), module.device)
+    return data.on_after_batch_transfer(batch, 0)
+
+
 def _check_model(trainer: pl.Trainer, module: Classifier, kind: str, loader: Any) -> None:
     """Runs the classifier on one batch of the validation or test set, which is taken as public."""
-    data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(loader, DataLoader):
         return
     was_training, shape = module.training, "unknown"
     module.eval()
     try:
         with torch.random.fork_rng(), torch.no_grad(), trainer.precision_plugin.forward_context():
-            batch = data.on_before_batch_transfer(next(iter(loader)), 0)
-            batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), module.device)
-            batch = data.on_after_batch_transfer(batch, 0)
+            batch = _on_device(trainer, module, next(iter(loader)))
             if isinstance(batch, Mapping):
                 shape = ", ".join(f"{name} {list(value.shape[1:])}" for name, value in batch.items())
                 module.loss_and_scores(batch)

@@ -103,7 +103,7 @@ class Classifier(pl.LightningModule):
         "test_accuracy",
         "test_balanced_accuracy",
         "test_auc",
-        "test_f1",
+        "test_macro_f1",
         "test_calibration_error",
         "test_r2",
     )
@@ -157,12 +157,17 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: Any) -> Tensor:
         if self.augment is not None:
             batch = views(batch, self.augment, self.multiplicity)
+        loss, scores = self.training_loss(batch)
+        self.log_dict(self.metrics("train", batch, loss, scores))
+        return loss
+
+    def training_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """What `loss_and_scores` gives, with classes weighted."""
         loss, scores = self.loss_and_scores(batch)
         weights = self._weights_now() if self._weights_now is not None else self.class_weights
         if isinstance(weights, Tensor):
             loss = _weighted_loss(scores, _labels(batch), weights.to(loss))
-        self.log_dict(self.metrics("train", batch, loss, scores))
-        return loss
+        return loss, scores
 
     def validation_step(self, batch: Any) -> Tensor | None:
         loss, scores = self.loss_and_scores(batch)
@@ -247,7 +252,7 @@ def _metrics_of_all(scores: Tensor, y: Tensor) -> dict[str, Tensor]:
             "test_majority_accuracy": counts.max() / len(y),
             "test_balanced_accuracy": recall[counts > 0].mean(),
             "test_auc": multiclass_auroc(p, y, classes),
-            "test_f1": multiclass_f1_score(p, y, classes, average="macro"),
+            "test_macro_f1": multiclass_f1_score(p, y, classes, average="macro"),
             "test_calibration_error": multiclass_calibration_error(p, y, classes, n_bins=15),
         }
 

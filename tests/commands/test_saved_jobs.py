@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import mlflow
@@ -14,12 +15,14 @@ import torch
 from jobs import result_of, store_of
 from safetensors import safe_open
 from safetensors.torch import load_file
+from sklearn.datasets import load_digits
 
 import dpexp
 from dpexp.commands.saved_jobs import evaluate, predict
 from dpexp.errors import ConfigError
 from dpexp.tracking.registered_model import description
 from dpexp.training.data import Digits
+from dpexp.training.data.inputs import OneInput
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
@@ -47,7 +50,7 @@ def metadata_of(path):
 
 
 def images(size=5):
-    return np.random.default_rng(size).normal(size=(size, 1, 8, 8)).astype(np.float32)
+    return np.random.default_rng(size).normal(size=(size, 1, 8, 8)).astype(np.float32).clip(-1, 1)
 
 
 def test_weights_are_kept_with_what_they_cost(job):
@@ -98,6 +101,53 @@ def test_predictions_for_a_file(job, dpexp_job, tmp_path, kind):
     found = np.genfromtxt(tmp_path / "p.csv", delimiter=",", skip_header=1)
     expected = dpexp.load(job)(torch.from_numpy(x)).softmax(1).detach().numpy()
     assert np.allclose(found[:, 1:], expected, atol=1e-5) and (found[:, 0] == expected.argmax(1)).all()
+
+
+DIGITS = load_digits(return_X_y=True)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "uint8", "int64", "scaled"])
+def test_scikit_learns_own_digits_are_predicted_as_the_records_are(job, tmp_path, kind):
+    x = DIGITS[0] / 8 - 1 if kind == "scaled" else DIGITS[0].astype(kind)
+    np.save(tmp_path / "x.npy", x)
+    found = predict([str(job), f"{tmp_path}/x.npy", f"out={tmp_path}/p.csv"])
+    records = torch.as_tensor(DIGITS[0] / 8 - 1).float().reshape(-1, 1, 8, 8)
+    assert (found["class"].to_numpy() == dpexp.load(job)(records).argmax(1).numpy()).all()
+    served = mlflow.pyfunc.load_model(str(job / "mlflow_model")).predict(x.reshape(-1, 1, 8, 8))
+    assert (served.argmax(1) == found["class"]).all()
+
+
+WRONG = {
+    "from 0 to 1": DIGITS[0] / 16,
+    "from 0 to 255": DIGITS[0] * 255 / 16,
+    "from -16 to": -DIGITS[0],
+    "from nan to nan": np.where(DIGITS[0] == 16, np.nan, DIGITS[0]),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_numbers_that_cannot_be_those_of_a_record_are_refused(job, tmp_path, said):
+    np.save(tmp_path / "x.npy", WRONG[said])
+    with pytest.raises(ConfigError, match=rf"numbers {said}.* one input is numbers of shape \[1, 8, 8\], the smallest"):
+        predict([str(job), f"{tmp_path}/x.npy"])
+    card = (job / "card.md").read_text()
+    said = "the smallest from -1 to -1 and the largest from 0.875 to 1, or raw ones from 0 to 16."
+    assert f"One input: numbers of shape [1, 8, 8], {said}" in card
+
+
+def test_one_input_is_known_from_the_test_set_and_few_others_may_be_unlike_it():
+    one = OneInput.of([torch.tensor([[-2.0, 4.0], [-1.0, 6.0]]), torch.tensor([[0.0, 5.0]])])
+    assert one == OneInput([2], "numbers", [[-2.0, 0.0], [4.0, 6.0]])
+    assert OneInput(**json.loads(json.dumps(asdict(one)))).converted(torch.tensor([[-4.0, 8.0]])).tolist() == [[-4, 8]]
+    mixed = torch.tensor([[-1.0, 5.0], [-1.0, 1e6]])
+    assert one.converted(mixed).equal(mixed)
+    for alone in ([-1.0, 1e6], [-4.1, 5.0], [2.1, 5.0], [0.0, 1.9]):
+        with pytest.raises(ConfigError, match="cannot be those"):
+            one.converted(torch.tensor([alone]))
+    tokens = OneInput.of([torch.tensor([[0, 64], [3, 50]])])
+    assert tokens.converted(torch.tensor([[3.0, 60.0]])).dtype == torch.int64
+    with pytest.raises(ConfigError, match="whole numbers of shape"):
+        tokens.converted(torch.tensor([[3.5, 60.0]]))
 
 
 def test_mlflow_loads_it_and_the_registry_knows_its_price(job, tmp_path):
@@ -176,7 +226,7 @@ def test_mistakes_are_told_in_one_sentence(job, dpexp_job, tmp_path, arguments, 
     places["empty"].mkdir()
     for name, shape in (("wrong", (2, 3, 5)), ("fits", (2, 64)), ("none", (0, 64))):
         places[name] = tmp_path / f"{name}.npy"
-        np.save(places[name], np.zeros(shape, dtype=np.float32))
+        np.save(places[name], np.resize(np.float32([-1, 1]), shape))
     with pytest.raises(SystemExit) as raised:
         dpexp_job(*(argument.format(**places) for argument in arguments))
     said = str(raised.value)
@@ -199,6 +249,7 @@ def test_weights_of_another_model_are_refused(job):
 HOLDING = """
 import pytorch_lightning as pl, torch
 from dpexp.training.data import Digits
+from dpexp.training.data.inputs import OneInput
 class Holding(pl.LightningModule):
     def __init__(self):
         super().__init__()

@@ -11,12 +11,13 @@ from plans import plan_of, trainer
 from test_isolation import CLASSES, Everything, Items, Model, S, rows, sum_of_clipped, trained
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.step import LOOP, TRACED
+from dpexp.training.classifier import Classifier
 
 
 class Modes(pl.Callback):
@@ -122,6 +123,17 @@ def test_values_that_are_dropped_are_named_before_the_first_round(tmp_path, recw
     said = [str(one.message) for one in recwarn if "is dropped" in str(one.message)]
     whole = f"what training_step logs is private, and is dropped: {names}"
     assert [one.partition(";")[0] for one in said] == ([whole] if names else [])
+
+
+@pytest.mark.parametrize("module, is_users", [(Classifier, False), (type("Own", (Classifier,), {}), True)])
+def test_only_who_wrote_a_step_is_told_what_can_be_changed_in_it(tmp_path, recwarn, module, is_users):
+    module = module(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
+    plan = plan_of(module, n=5, q=1.0, steps=1, noise_multiplier=1.0)
+    data = DataLoader(TensorDataset(torch.randn(5, 3), torch.zeros(5, dtype=torch.long)), 2)
+    trainer(dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")).fit(module, data)
+    said = " ".join(str(one.message) for one in recwarn)
+    assert "noise of a round take about" in said
+    assert ("train_loss; to release" in said) == ("of a plain step" in said) == is_users
 
 
 class Listing(Model):

@@ -51,8 +51,9 @@ def test_a_finished_run(dpexp_job, tmp_path):
     params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
     assert params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.conv_fc"
     constant = {f"with {name}" for name in ("rounds", "noise_multiplier", "sampling_rate", "learning_rate", *FIGURES)}
-    public = {"test_accuracy", "test_loss", "test_auc", "test_f1", "test_calibration_error", "test_majority_accuracy",
-              "test_balanced_accuracy", *(f"test_recall_{k}" for k in range(10)), *constant}  # fmt: skip
+    public = {"test_accuracy", "test_loss", "test_auc", "test_macro_f1", "test_calibration_error",
+              "test_majority_accuracy", "test_balanced_accuracy",
+              *(f"test_recall_{k}" for k in range(10)), *constant}  # fmt: skip
     assert {name for name in metrics if not name.startswith("epsilon")} == public, "nothing private"
     assert "None" not in params.values() and "privacy.epsilon" not in params
     assert next(name for name in sorted(metrics) if not name.startswith("epsilon")) == "test_accuracy"

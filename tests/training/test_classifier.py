@@ -39,14 +39,32 @@ def test_recall_by_class_balanced_accuracy_and_the_majoritys_share_are_those_of_
     assert f"{RECALL}1" not in found or classes == 2  # a class that the test set lacks
 
 
-@pytest.mark.parametrize("right, weighted, warned", [(0.0, False, True), (0.5, False, False), (0.0, True, False)])
-def test_a_model_that_is_no_better_than_the_majority_is_said_to_be(right, weighted, warned, capsys):
-    scores, y = skewed(2, 0.09, right)
-    metrics = {name: float(value) for name, value in _metrics_of_all(scores, y).items()}
-    print_tested(metrics | {"test_accuracy": float((scores.argmax(1) == y).float().mean())}, ["no", "yes"], weighted)
+NO_BETTER = "no better than always giving the most frequent class"
+RANKS = (
+    "It ranks the classes (AUC 0.79; chance is 0.5), but at the threshold 0.5 it finds {} of yes: preprocessing=[class"
+)
+
+
+@pytest.mark.parametrize("auc, recall, weighted, said", [
+    (0.794, 0.0, False, RANKS.format("none")), (0.794, 0.02, False, RANKS.format("2.0%")), (0.794, 0.7, True, None),
+    (0.54, 0.0, False, NO_BETTER), (0.54, 0.5, True, NO_BETTER),
+])  # fmt: skip
+def test_two_classes_are_judged_by_how_they_are_ranked(auc, recall, weighted, said, capsys):
+    metrics = {f"{RECALL}0": 1.0, f"{RECALL}1": recall, "test_balanced_accuracy": (1 + recall) / 2, "test_auc": auc}
+    found = {"test_accuracy": 0.9, "test_majority_accuracy": 0.914} | metrics
+    print_tested(found, ["no", "yes"], weighted)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "always its most frequent class: 91.00%" in printed and f"yes {right:.1%}" in printed
-    assert ("no better than always giving the most frequent class" in printed) == warned
+    assert ("It ranks" in printed) == str(said).startswith("It ranks") and (NO_BETTER in printed) == (said == NO_BETTER)
+    assert said is None or said in printed
+
+
+@pytest.mark.parametrize("recalls, is_said", [((1, 0, 0.05), True), ((0.8, 0.5, 0.4), False), ((), True)])
+def test_more_classes_are_judged_by_their_balanced_accuracy(recalls, is_said, capsys):
+    found = {f"{RECALL}{k}": float(recall) for k, recall in enumerate(recalls)}
+    found |= {"test_balanced_accuracy": sum(recalls) / max(1, len(recalls)), "test_auc": 0.7}
+    print_tested(found | {"test_accuracy": 0.8, "test_majority_accuracy": 0.8}, None)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (NO_BETTER in printed) == is_said and "It ranks" not in printed
 
 
 def test_recalls_of_averaged_weights_are_those_that_are_printed(capsys):

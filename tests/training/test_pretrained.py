@@ -13,6 +13,7 @@ from torch import nn
 import dpexp
 from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError
+from dpexp.reporting.terminal import print_trained_parameters
 from dpexp.training.data import Backbone, Digits
 from dpexp.training.models import cnn, mlp
 from dpexp.training.pretrained import (
@@ -130,6 +131,16 @@ def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
     assert "Trained: 1,290 of 9,610 weights: model.3.weight, model.3.bias" in capsys.readouterr().out
     first.unlink()
     assert torch.equal(dpexp.load(second)[1].weight, given["1.weight"])  # the first job's file is not needed
+
+
+def test_of_many_trained_parameters_each_kind_is_counted(capsys):
+    blocks = [nn.ModuleDict({"lora_A": nn.Linear(2, 2), "base": nn.Linear(2, 2)}) for _ in range(12)]
+    module = nn.ModuleDict({"h": nn.ModuleList(blocks), "head": nn.Linear(2, 1, bias=False)})
+    for block in blocks:
+        block["base"].requires_grad_(False)
+    print_trained_parameters(module)
+    said = "Trained: 74 of 146 weights: 12 × *.lora_A.weight, 12 × *.lora_A.bias, 1 × head.weight"
+    assert capsys.readouterr().out.strip() == said
 
 
 def public_weights(model, path):

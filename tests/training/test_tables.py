@@ -416,6 +416,18 @@ def test_a_table_trains_is_registered_and_predicts_raw_rows(table, dpexp_job):
     np.testing.assert_allclose(served[["p_no", "p_yes"]].to_numpy(), found[["p_no", "p_yes"]].to_numpy(), rtol=1e-6)
     np.testing.assert_allclose(found["p_no"] + found["p_yes"], 1, rtol=1e-6)
     assert [*served["prediction"]] == [("no", "yes")[int(p > 0.5)] for p in served["p_yes"]]
+    card = (output / "card.md").read_text()
+    assert " rows.csv\n```\n\nOne input: a row with the columns " in card and "ill" not in card.split("One input")[1]
+    new[[*reversed([*new])]].to_csv("new.csv", index=False)
+    assert (predict([str(output), "new.csv"])["p_no"] == found["p_no"]).all(), "the order of columns"
+    new.assign(age=new["age"].astype(float) * 1000).to_csv("new.csv", index=False)
+    with pytest.raises(ConfigError, match=r"rows age is far from .* its range in data\.schema"):
+        predict([str(output), "new.csv"])
+    new.drop(columns="age").to_csv("new.csv", index=False)
+    with pytest.raises(ConfigError, match="no column age"):
+        predict([str(output), "new.csv"])
+    with pytest.raises(ConfigError, match="holds an array; this model takes inputs as its card"):
+        predict([str(output), "new.npy"])
 
 
 @pytest.mark.parametrize("privacy", ["sampling=fixed_size", "privacy.enabled=false"])
@@ -520,7 +532,7 @@ def test_metrics_of_a_whole_test_set_are_those_of_sklearn():
     scores[torch.arange(200), y] += 1
     found, p = _metrics_of_all(scores, y), scores.softmax(1).numpy()
     assert float(found["test_auc"]) == pytest.approx(roc_auc_score(y, p, multi_class="ovr"), abs=1e-5)
-    assert float(found["test_f1"]) == pytest.approx(f1_score(y, p.argmax(1), average="macro"), abs=1e-5)
+    assert float(found["test_macro_f1"]) == pytest.approx(f1_score(y, p.argmax(1), average="macro"), abs=1e-5)
     confidence, right = p.max(1), p.argmax(1) == y.numpy()
     bins = np.minimum((confidence * 15).astype(int), 14)
     error = sum(abs(confidence[bins == k].sum() - right[bins == k].sum()) for k in range(15)) / 200

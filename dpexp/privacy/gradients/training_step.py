@@ -46,6 +46,11 @@ class TrainingStep:
     parts: Sequence[str] = ()
     logged: set[str] = field(default_factory=set)
 
+    @property
+    def is_users(self) -> bool:
+        """Whether a user wrote it, and can change it; dpexp's own classifier has another."""
+        return not type(self.module).__module__.startswith("dpexp.")
+
     @classmethod
     def of(cls, loss_of: Callable[[nn.Module, Any], Any], module: nn.Module) -> "TrainingStep":
         """The step of a loop of one's own: `loss_of` takes the module and a batch of one record."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
+from dpexp.training.data.inputs import scaled
 from dpexp.training.data.raw import InMemory
 from dpexp.training.language import IGNORED
 
@@ -33,7 +34,13 @@ def standard_file(root: str, url: str, md5: str) -> Path:
 
 
 class TensorData(InMemory):
-    """Training and test sets of (x [N, ...], y [N])."""
+    """Training and test sets of (x [N, ...], y [N]).
+
+    Attributes:
+        raw_max: the largest of the values, from 0 on, of which x in [-1, 1] is made; None: x is as it was.
+    """
+
+    raw_max: ClassVar[int | None] = None
 
     def __init__(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> None:
         super().__init__()
@@ -54,9 +61,11 @@ class Digits(TensorData):
     `train.user_of` has the user of each image, of synthetic `users`.
     """
 
+    raw_max: ClassVar = 16
+
     def __init__(self, users: int = 200) -> None:
         images, labels = load_digits(return_X_y=True)
-        x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
+        x = scaled(torch.as_tensor(images).reshape(-1, 1, 8, 8), self.raw_max)
         y = torch.as_tensor(labels, dtype=torch.long)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         train, test = order[:-360], order[-360:]
@@ -73,6 +82,7 @@ class _IdxImages(TensorData):
 
     mirror: str
     md5: ClassVar[dict[str, str]]
+    raw_max: ClassVar = 255
 
     def __init__(self, root: str, users: int = 1000) -> None:
         super().__init__(self._read(root, "train"), self._read(root, "t10k"))
@@ -83,7 +93,7 @@ class _IdxImages(TensorData):
             read_idx(standard_file(root, self.mirror + name, self.md5[name]))
             for name in (f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz")
         )
-        return images.unsqueeze(1).float() / 127.5 - 1, labels.long()
+        return scaled(images.unsqueeze(1), self.raw_max), labels.long()
 
 
 class Mnist(_IdxImages):
@@ -130,6 +140,7 @@ class Cifar10(TensorData):
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     url = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
     md5 = "c32a1d4ab5d03f1284b67883e8d87530"
+    raw_max: ClassVar = 255
 
     def __init__(self, root: str) -> None:
         folder = Path(root).expanduser() / "cifar-10-batches-bin"

@@ -53,6 +53,11 @@ class Images(RawData):
     def test(self) -> TensorDataset:
         return self._read(*self._records(in_test=True), is_public=True)
 
+    example_file = "photos"
+
+    def input_in_words(self) -> str:
+        return f"an image file, or a row with what the training records have in the column {self._input}"
+
     def example(self) -> DataFrame:
         _, _, record = self._records(in_test=True)
         values = [record(i)[0] for i in range(min(2, len(self.test)))]
@@ -68,7 +73,9 @@ class Images(RawData):
         """x [N, …] of a column that holds images (a file's path or content) or lists of numbers."""
         check_columns("data", inputs, {self._input: "data.module.input"})
         values = [*inputs[self._input]]
-        return self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
+        x = self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
+        are_files = any(isinstance(value, str | bytes) for value in values)
+        return x if are_files or self.one_input is None else self.one_input.converted(x)
 
     def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
         """Where they are, their number, and a function of i that gives a record's value and class."""

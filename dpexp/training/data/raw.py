@@ -26,7 +26,9 @@ from torch.utils.data import DataLoader, Subset
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import scores_of
+from dpexp.training.data.inputs import OneInput
 
+_ARRAYS = (".npy", ".npz", ".pt")  # files of numbers
 _BATCH = 1000  # inputs that a model predicts for at once
 _DELIMITERS = ",;\t|"
 _LONGEST = 2**31 - 1  # characters of a field in a CSV file
@@ -83,9 +85,16 @@ class RawData(InMemory):
     """
 
     _text: str | None = None  # the column of documents in a text file
+    one_input: OneInput | None = None  # of numbers, which a saved model knows from the test set
+    example_file = "rows.csv"  # for `python -m dpexp predict`
+
+    def input_in_words(self) -> str:
+        return f"a row with the columns {', '.join(self.example())}"
 
     def read_inputs(self, path: Path) -> DataFrame:
         """New inputs in a file, one per row; by default a table."""
+        if path.suffix in _ARRAYS:
+            raise ConfigError(f"data={path} holds an array; this model takes inputs as its card.md says.")
         return rows_of("data", str(path), self._text)
 
     @abstractmethod

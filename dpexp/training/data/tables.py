@@ -105,14 +105,28 @@ class Table(RawData):
         return self._data_set(*self._test_rows)
 
     def example(self) -> DataFrame:
-        return self._split(*self._test_rows)[[*self._columns]].head(2)
+        return self._split(*self._test_rows)[[*self._used]].head(2)
 
     def encode(self, inputs: DataFrame) -> Tensor:
         """x [N, features]."""
         check_columns("data", inputs, self._used)
         parts = self._parts(inputs)
         self._report("data", inputs, parts)
+        for name in self._used:
+            self._refuse_other_units(inputs[name], name)
         return torch.from_numpy(np.concatenate([*parts.values()], 1))
+
+    def _refuse_other_units(self, values: Series, name: str) -> None:
+        """Refuses a column of which most numbers are further from the middle of their range than it is wide."""
+        facts = self._columns[name]
+        if facts["kind"] == "number":
+            low, high = facts["min"], facts["max"]
+            far = np.abs(numbers_of(values, facts) - (low + high) / 2) > high - low
+            if far.mean() > 0.5:
+                raise ConfigError(
+                    f"data: in {far.sum()} of {len(far)} rows {name} is far from {low} to {high}, its range in "
+                    "data.schema; give it in the unit of the schema."
+                )
 
     def _parts(self, rows: DataFrame) -> dict[str, np.ndarray]:
         """The features [N, …] of each column."""
