@@ -668,7 +668,7 @@ WRONG_TABLES = [
     (LINES.encode("utf-16"), "is not in UTF-8; convert it, as by iconv -f utf-16 -t utf-8."),
     (b"\xfe\xff" + LINES.encode("utf-16-be"), "iconv -f utf-16 -t"),
     (LINES.encode("utf-32"), "iconv -f utf-32 -t"),
-    (LINES.replace("red", "rouge é").encode("latin1"), "is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8."),
+    (LINES.replace("red", "rouge é").encode("latin1"), "convert it, as by iconv -f windows-1252 -t utf-8."),
     (b"PAR1 no parquet", "has no column age"),
 ]
 

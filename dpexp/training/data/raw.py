@@ -216,7 +216,7 @@ def content_of(file: Path, errors: str) -> str:
     if encoding is None:
         with suppress(UnicodeDecodeError):
             return content.decode("utf-8-sig", errors)
-    raise UnicodeError(f"not in UTF-8; convert it, as by iconv -f {encoding or 'latin1'} -t utf-8")
+    raise UnicodeError(f"not in UTF-8; convert it, as by iconv -f {encoding or 'windows-1252'} -t utf-8")
 
 
 def _parsed(line: str) -> dict[str, Any]:
