@@ -149,7 +149,6 @@ class PrivateTraining:
             check: refuses more, in all processes together.
         """
         self._processes = processes
-        _warn_of_noise(self.plan)
         sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
         self._until_closed.enter_context(trained_privately(module))
         device = device_of(module)
@@ -158,6 +157,7 @@ class PrivateTraining:
                 "model: torch.compile is not used in private rounds, which run a graph of the whole step; "
                 "trainer.compile (compile=True) compiles that graph."
             )
+        _warn_of_noise(self.plan)
         max_records = self.max_physical_batch_size or (FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH)
         with processes.fail_together():
             refusals.refuse_mixing_layers(module)
