@@ -275,8 +275,7 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         if options := config.options_by_key().get(str(cause.full_key)):
             return f"{cause.full_key}: {section} has no key {cause.key!r}, as {' or '.join(options)} has.{advice}"
         where = f"{section} has" if section else "there is"
-        near = (_nearest if section else _nearest_key)(str(cause.key), known)
-        return f"{cause.full_key}: {where} no key {cause.key!r}{near}{advice}"
+        return f"{cause.full_key}: {where} no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
     if isinstance(cause, OmegaConfBaseException) and (refusal := config.refusal_of_interpolation(cause)):
         return refusal
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")

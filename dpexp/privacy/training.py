@@ -149,7 +149,6 @@ class PrivateTraining:
             check: refuses more, in all processes together.
         """
         self._processes = processes
-        _warn_of_noise(self.plan)
         if goes_on := resumed_from is None and self._ledger is not None:
             resumed_from, self._position = self.ledger_path, self._ledger.position or {}  # the main process has one
         sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
@@ -160,6 +159,7 @@ class PrivateTraining:
                 "model: torch.compile is not used in private rounds, which run a graph of the whole step; "
                 "trainer.compile (compile=True) compiles that graph."
             )
+        _warn_of_noise(self.plan)
         max_records = self.max_physical_batch_size or (FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH)
         with processes.fail_together():
             refusals.refuse_mixing_layers(module)
