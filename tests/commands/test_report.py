@@ -99,7 +99,7 @@ def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(
     with pytest.raises(ConfigError, match="0 has a damaged file of its job"):
         report([str(tmp_path / "0")])
     dpexp_job("report", str(tmp_path / "1"), "out=new/x.html")
-    with pytest.raises(SystemExit, match=r"^dpexp: new cannot be read or written: Is a directory"):
+    with pytest.raises(SystemExit, match=r"^dpexp: out=new cannot be read or written: Is a directory"):
         dpexp_job("report", str(tmp_path / "1"), "out=new")
     with pytest.raises(SystemExit, match=r"^dpexp: /proc/x\.html cannot be read or written: No such file"):
         dpexp_job("report", str(tmp_path / "1"), "out=/proc/x.html")
