@@ -224,7 +224,7 @@ def tracking_uri() -> str:
 
 def _artifact_folder(uri: str | None, folder: str) -> str | None:
     """The URI of `folder` for a database in a file; None for a server, which chooses the place of artifacts itself."""
-    return Path(folder).as_uri() if uri is None or uri.startswith(("sqlite:", "sqlite+")) else None
+    return Path(folder).as_uri() if uri is None or uri.startswith("sqlite") else None
 
 
 def _unless(*values: Any) -> Any:

@@ -4,13 +4,12 @@ import inspect
 import math
 import traceback
 import warnings
-from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-Public = TypeVar("Public", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
 _format_warning = warnings.formatwarning
 
 
@@ -49,31 +48,24 @@ def exactly_one(section: str, **choices: Any) -> None:
         raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")
 
 
-def says_how_to_call(public: Public) -> Public:
-    """Decorates a class or function: the TypeError of a call with wrong arguments has the line to write."""
-    is_class, parameters = isinstance(public, type), inspect.signature(public).parameters
-    called: Any = public.__init__ if is_class else public  # type: ignore[misc]
-    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+def says_how_to_call(kind: Class) -> Class:
+    """Decorates a class: the TypeError of a call with wrong arguments has the line to write."""
+    init, takes = kind.__init__, ", ".join(f"{name}=…" for name in inspect.signature(kind).parameters)  # type: ignore[misc]
 
-    @wraps(called)
-    def checked(*args: Any, **given: Any) -> Any:
+    @wraps(init)
+    def checked(*args: Any, **given: Any) -> None:
         try:
-            return called(*args, **given)
+            init(*args, **given)
         except TypeError as error:
-            if getattr(error.__traceback__, "tb_next", None):  # raised inside, not by the call
+            if error.__traceback__.tb_next:  # type: ignore[union-attr]  # raised inside, not by the call
                 raise
-            ends = [name.split("_")[-1] for name in given if name not in parameters]
-            likely = [name for name in parameters if name.split("_")[-1] in ends][:1]
-            line = ", ".join(f"{name}=…" for name in likely or needed or parameters)
-            raise TypeError(f"{error}; write {public.__name__}({line}).") from None
+            raise TypeError(f"{error}; write {kind.__name__}({takes}), or some of it.") from None
 
-    if not is_class:
-        return checked  # type: ignore[return-value]
-    public.__init__ = checked  # type: ignore[method-assign]
-    return public
+    kind.__init__ = checked  # type: ignore[misc]
+    return kind
 
 
-def words_of(error: BaseException) -> str:
+def words_of(error: object) -> str:
     """The message of an error, whose `__str__` may be a user's code and fail."""
     try:
         return str(error)
@@ -81,6 +73,11 @@ def words_of(error: BaseException) -> str:
         raise
     except BaseException:
         return "it has no readable message"
+
+
+def in_one_line(error: object) -> str:
+    """`words_of` in one line, without a stop at its end."""
+    return " ".join(words_of(error).split()).rstrip(".")
 
 
 def root_of(error: BaseException) -> BaseException:

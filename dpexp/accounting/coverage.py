@@ -104,10 +104,10 @@ def check_covered(policy: str, adjacency: str | None, accountant: str | None = N
     return adjacency
 
 
-def check_delta(delta: float) -> None:
+def check_delta(delta: float, key: str = "privacy.delta") -> None:
     """Refuses a δ that is not below 1, or too small for double precision."""
     if not 1e-300 <= delta < 1:
-        raise ConfigError(f"privacy.delta={delta} must be at least 1e-300 and below 1; well below 1/n is usual.")
+        raise ConfigError(f"{key}={delta} must be at least 1e-300 and below 1; well below 1/n is usual.")
 
 
 @cache

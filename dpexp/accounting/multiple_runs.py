@@ -27,7 +27,7 @@ from scipy.stats import logser, nbinom
 from dpexp._accounting_compat import repeated_and_selected
 from dpexp.accounting.accountants import INTEGER_ORDERS, fixed_size_rdp
 from dpexp.accounting.composition import LARGEST_ORDER, Array, GaussianMechanism, Rounds, epsilon_at
-from dpexp.accounting.coverage import check_covered
+from dpexp.accounting.coverage import check_covered, check_delta
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.releases import releases
@@ -95,8 +95,7 @@ def budget(config: Any) -> Budget:
     for key, value in config.items():
         positive(f"privacy.budget.{key}", value)
     epsilon, delta = float(config["epsilon"]), float(config["delta"])
-    if not 1e-300 <= delta < 1:
-        raise ConfigError(f"privacy.budget.delta={delta} must be at least 1e-300 and below 1; well below 1/n is usual.")
+    check_delta(delta, "privacy.budget.delta")
     order = float(config["order"]) if "order" in config else _best_for_gaussians(epsilon, delta)
     if not 1 < order <= LARGEST_ORDER:
         raise ConfigError(f"privacy.budget.order={order} must be above 1, and at most 2^30.")

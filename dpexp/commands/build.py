@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
@@ -23,7 +24,7 @@ from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.releases import applicable_accountants, releases
 from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
 from dpexp.config import BY_GROUP, CONF, part_of
-from dpexp.errors import ConfigError, place_of, root_of, words_of
+from dpexp.errors import ConfigError, in_one_line, place_of, root_of
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.make import Clipping, has_no_rounds, make_plan
 from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
@@ -144,12 +145,9 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        if missing := re.match(r"Error locating target '([^']+)'", str(error)):
-            at, why = re.search("^full_key: (.+)$", str(error), re.MULTILINE), words_of(root_of(error))
-            raise ConfigError(
-                f"{at[1] if at else section}._target_={missing[1]} cannot be imported: {why.rstrip('.')}."
-            ) from error
         cause = error.__cause__ or str(error).splitlines()[0]
+        if isinstance(cause, ImportError):
+            cause = root_of(cause)  # Hydra's own has several lines
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
         if unknown and unknown[1] in node:
             key = f"{section}.{unknown[1]}"
@@ -161,8 +159,8 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
 
 def _cannot_be_made(section: str, node: Any, cause: Any) -> ConfigError:
     given = ", ".join(f"{section}.{key}={value}" for key, value in node.items() if key != "_target_")
-    words = " ".join(str(cause).split()).rstrip(".")
-    return ConfigError(f"{section}: {node.get('_target_')} cannot be made{f' of {given}' * bool(given)}: {words}.")
+    made = f"{node.get('_target_')} cannot be made" + (f" of {given}" if given else "")
+    return ConfigError(f"{section}: {made}: {in_one_line(cause)}.")
 
 
 def _check_numbers(section: str, target: str, node: Any) -> None:
@@ -176,9 +174,6 @@ def _check_numbers(section: str, target: str, node: Any) -> None:
         kinds = {*get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
         if kinds <= _NUMBERS and isinstance(value, str | DictConfig | ListConfig):
             raise ConfigError(f"{section}.{key}={value} must be a number, as {target} takes it.")
-        length = len(get_args(kind)) if get_origin(kind) is tuple and ... not in get_args(kind) else 0
-        if length and key in node and len(value if isinstance(value, ListConfig) else ()) != length:
-            raise ConfigError(f"{section}.{key}={value} must be a list of {length}, as {target} takes it.")
 
 
 _NUMBERS = {int, float, bool, type(None), torch.Tensor}
@@ -237,7 +232,7 @@ def _refusing(key: str, hook: str, target: str) -> Iterator[None]:
     except Exception as error:
         is_about_files = isinstance(error, ImportError) or (isinstance(error, OSError) and error.strerror)
         is_told = is_about_files or hook in ("val_dataloader", "test_dataloader")
-        said = f": {' '.join(words_of(error).split()).rstrip('.')}" if is_told else ""
+        said = f": {in_one_line(error)}" if is_told else ""
         raise ConfigError(f"{key}: {hook} of {target} failed ({place_of(error)}{said}).") from error
 
 
@@ -260,25 +255,18 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
         if chosen:
             raise ConfigError(f"{chosen[0]} would be ignored: {why}; leave it out.")
         return
-    module.optimizer = make("optimizer", {**cfg.optimizer} | default_learning_rate(cfg, plan), _partial_=True)
-    _try_optimizers("optimizer", cfg, module)
-    if cfg.scheduler:
-        module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
-        _try_optimizers("scheduler", cfg, module)
-
-
-def _try_optimizers(section: str, cfg: DictConfig, module: Classifier) -> None:
-    """Makes optimizer and scheduler once, and tries the schedule's steps, before training."""
-    try:
-        made = module.configure_optimizers()
-        with warnings.catch_warnings(action="ignore"):  # the optimizer makes no steps
-            for _ in range(min(cfg.rounds, _MOST_TRIED) if section == "scheduler" else 0):
-                made["lr_scheduler"]["scheduler"].step()
-    except Exception as error:  # torch raises many types for a wrong value
-        raise _cannot_be_made(section, cfg[section], words_of(error)) from error
-
-
-_MOST_TRIED = 100_000  # rounds, for which a learning rate schedule is tried in a second
+    nodes = {"optimizer": {**cfg.optimizer} | default_learning_rate(cfg, plan), "scheduler": cfg.scheduler}
+    made: Any = module.parameters()
+    for section, node in nodes.items():
+        if not node:
+            continue
+        partial = make(section, node, _partial_=True)
+        setattr(module, section, partial)
+        try:
+            made = partial(made)
+            made.step()  # without gradients, which changes nothing; a wrong value may be noticed only here
+        except Exception as error:  # torch raises many types for a wrong value
+            raise _cannot_be_made(section, cfg[section], error) from error
 
 
 _OF_ROUNDS = (
@@ -406,8 +394,7 @@ def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
         return preprocessed
     x = torch.zeros(1, *cfg.data.shape)
     steps = {f"preprocessing.{name}": step for name, step in preprocessed.preprocessing.items()}
-    modes = {layer: layer.training for layer in model.modules()}
-    for key, step in (steps | {"model": model.eval()}).items():
+    for key, step in (steps | {"model": deepcopy(model).eval()}).items():
         try:
             with torch.no_grad():
                 x = step(x)
@@ -418,8 +405,6 @@ def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
             raise ConfigError(
                 f"{key} does not accept inputs of shape {shape}, as it gets them from data.shape="
                 f"{list(cfg.data.shape)} with preprocessing={list(cfg.preprocessing)}; try {key}.shape={shape} "
-                f"({' '.join(str(error).split())[:200]})."
+                f"({in_one_line(error)[:200]})."
             ) from error
-    for layer, training in modes.items():
-        layer.training = training
     return preprocessed

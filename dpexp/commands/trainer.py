@@ -19,7 +19,7 @@ from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import REFUSED, sampling_of
 from dpexp.config import not_private_reason
-from dpexp.errors import ConfigError, RecordError
+from dpexp.errors import ConfigError, RecordError, in_one_line
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import CPU_BATCH
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -95,10 +95,8 @@ def trainer_for(
         )
     except Exception as error:  # Lightning raises many types for a wrong value
         where = f"trainer.accelerator={cfg.trainer.accelerator}, trainer.precision={cfg.trainer.precision}"
-        advice = ""
-        if cfg.trainer.accelerator not in ("cpu", "auto") and not torch.cuda.is_available():
-            advice = f"; torch {torch.__version__} finds no GPU on this machine: choose trainer=cpu"
-        raise ConfigError(f"trainer: {' '.join(str(error).split()).rstrip('.')} ({where}){advice}.") from error
+        advice = "without a GPU that torch finds, choose trainer=cpu"
+        raise ConfigError(f"trainer: {in_one_line(error)} ({where}); {advice}.") from error
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.Timer):  # of max_time: no checkpoint stores the time used
             callback.state_dict = dict  # type: ignore[method-assign]
@@ -135,7 +133,7 @@ def explained(trainer: pl.Trainer) -> Iterator[None]:
         message = next((meaning for known, meaning in _MEANINGS.items() if known in words), None)
         if message is None and isinstance(error, ConfigError | RecordError | DryRunDone):
             raise
-        said = " ".join(str(error).split())[:200].rstrip(".")
+        said = in_one_line(error)[:200]
         if any(isinstance(one, Watch) and one.is_validating_first for one in trainer.callbacks):  # type: ignore
             failed = f"model: the first batch of the validation set fails ({type(error).__name__}: {said})"
             message = f"{failed}; if it needs all batches, +trainer.num_sanity_val_steps=0 leaves this trial out."

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverage
-from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, part_of, refusal_of_interpolation
+from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, options_by_key, part_of, refusal_of_interpolation
 from dpexp.errors import ConfigError, exactly_one
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target
 from dpexp.privacy.sampling.policies import policy_class
@@ -21,6 +21,11 @@ from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
     "allocation", "data.features_of", "batchnorm",
+)  # fmt: skip
+# Keys of data that are read whatever its module is
+OF_ALL_DATA = (
+    "data.id", "data.n", "data.users", "data.shape", "data.classes", "data.class_weights", "data.pad_to", "data.unsafe",
+    "data.features_of", "data.cache", "data.module",
 )  # fmt: skip
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED_LEDGER)
 # Options of Lightning's Trainer that are refused -> what to give instead, or why
@@ -114,7 +119,7 @@ def _nan_keys(node: Any, key: str = "") -> Iterator[str]:
 
 
 def _check_keys(cfg: DictConfig) -> None:
-    """Refuses keys that a plus has added to a section of which every key is known."""
+    """Refuses keys that a plus has added to a section of which every key is known, and keys of other data."""
     for name in map(str, cfg):
         section = OmegaConf.get_type(cfg, name)
         if not is_dataclass(section) or section is Trainer:
@@ -123,6 +128,13 @@ def _check_keys(cfg: DictConfig) -> None:
         for key in cfg[name]:
             if key not in known:
                 raise ConfigError(f"{name}.{key}: {name} has no key {key!r}; known: {', '.join(known)}.")
+    written = OmegaConf.to_yaml(cfg)
+    for key, options in options_by_key().items():
+        if not key.startswith("data.") or key in OF_ALL_DATA:
+            continue
+        value = OmegaConf.select(cfg, key)
+        if value is not None and f"${{{key}}}" not in written:  # which no value of the data module is
+            raise ConfigError(f"{key}={value}: the chosen data has no such key, as {' or '.join(options)} has.")
 
 
 def _check_objects(cfg: DictConfig) -> None:
@@ -158,6 +170,7 @@ def _check_by_group(section: str, options: Any) -> None:
 def _check_single_values(cfg: DictConfig) -> None:
     """Checks the values whose range depends on at most one other value."""
     at_once, name, audit = cfg.trainer.max_physical_batch_size, cfg.data.id, cfg.audit
+    every = cfg.checkpoint.every_n_rounds
     augmentation, views = (cfg.augment.get("_target_"), cfg.augment.get("multiplicity")) if cfg.augment else (None, 1)
     plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
     momentum = OmegaConf.select(cfg, "optimizer.momentum")
@@ -178,6 +191,7 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("trainer.compile", cfg.trainer.compile in ("auto", True, False), "must be true, false or auto"),
         ("trainer.threads", cfg.trainer.threads is None or 1 <= cfg.trainer.threads <= 1024,
          "must be between 1 and 1024"),
+        ("checkpoint.every_n_rounds", every is None or every >= 1, "must be at least 1, or null"),
         ("trainer.num_evaluations", cfg.trainer.num_evaluations >= 0, "must be at least 0"),
         ("trainer.num_workers", cfg.trainer.num_workers >= 0, "must be at least 0"),
         ("augment.multiplicity", isinstance(views, int) and views >= 1,

@@ -84,10 +84,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         with self._processes.fail_together():
             if self.plan.rounds:
                 refusals.refuse_optimizers(trainer, pl_module)
-        assert self._rounds
-        rounds = refusals.rounds_to_train(
-            trainer, self.plan, self.rounds_done, self._rounds.sampler.place(self.rounds_done)[0]
-        )
+        earlier = self.rounds_done - trainer.global_step  # by another Trainer
+        rounds = min(self.plan.rounds, earlier + refusals.rounds_to_train(trainer, self.plan))
         if rounds < self.plan.rounds:
             epsilon = up(self.readings.after(rounds), 4) if self.readings else "unknown without a delta"
             warnings.warn(

@@ -27,7 +27,7 @@ from dpexp._lightning_compat import has_comm_hook, pl, start_method, syncs_batch
 from dpexp._torch_compat import tree_leaves, without_process_group
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
-from dpexp.errors import ConfigError, is_own
+from dpexp.errors import ConfigError, in_one_line, is_own
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.batches import FailedRecord
@@ -162,7 +162,7 @@ def _lost() -> Iterator[None]:
 
 def _message(error: Exception) -> tuple[bool, str]:
     """Whether an error is dpexp's own, and its message."""
-    text = " ".join(str(error).split())[:_MAX_MESSAGE]
+    text = in_one_line(error)[:_MAX_MESSAGE]
     is_config_error = isinstance(error, ConfigError)
     return is_config_error and is_own(error), text if is_config_error else f"{type(error).__name__}: {text}"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp._torch_compat import BatchNorm
-from dpexp.errors import ConfigError, positive, says_how_to_call
+from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import BATCHNORM, release
 
@@ -70,7 +70,6 @@ class RunningNorm(nn.Module):
         self.running_var *= (1 + rate * square).clamp(1 / _MAX_GROWTH, _MAX_GROWTH)
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class PrivateBatchNorm:
     """Running statistics, released privately.
@@ -101,7 +100,6 @@ class PrivateBatchNorm:
         return {BATCHNORM: {"budget_share": self.budget_share, "values": values}} if values else {}
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class FrozenBatchNorm:
     """The layers' present statistics, such as those of public pretraining, kept fixed."""
@@ -110,7 +108,6 @@ class FrozenBatchNorm:
         return _replaced(module, lambda name, layer: RunningNorm(layer))
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class GroupNormalization:
     """Group normalization (Wu & He 2018) with the layers' scale and shift.

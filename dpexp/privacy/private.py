@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,12 @@ class Private(PrivateTraining):
         refusals.refuse_optimizer(self.optimizer, self.model)
 
 
+@dataclass
 class Rounds(Iterator[SealedSample]):
     """The samples of the rounds that are left, as many as `len` tells a progress bar."""
 
-    def __init__(self, private: Private, samples: Generator[SealedSample, None, None]) -> None:
-        self._private, self._samples = private, samples
+    _private: Private
+    _samples: Generator[SealedSample, None, None]
 
     def __next__(self) -> SealedSample:
         return next(self._samples)

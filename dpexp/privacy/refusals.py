@@ -116,14 +116,13 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         )
 
 
-def rounds_to_train(trainer: pl.Trainer, plan: PrivacyPlan, done: int = 0, epoch: int = 0) -> int:
-    """The number of the plan's rounds that are done once the Trainer ends; it begins after `done`, in `epoch`."""
+def rounds_to_train(trainer: pl.Trainer, plan: PrivacyPlan) -> int:
+    """The number of the plan's rounds that a Trainer does until it ends, from the plan's first."""
     ends, epochs = [plan.rounds], trainer.max_epochs
     if trainer.max_steps > -1:
-        ends.append(done + trainer.max_steps - trainer.global_step)
+        ends.append(trainer.max_steps)
     if epochs is not None and epochs > -1:
-        epochs += epoch - trainer.current_epoch
-        ends.append(plan.at_round(0).sampling.rounds(epochs) if epochs > 0 else 0)
+        ends.append(plan.at_round(0).sampling.rounds(epochs) if epochs else 0)
     return min(ends)
 
 
@@ -176,24 +175,24 @@ def refuse_other_sizes(module: nn.Module, plan: PrivacyPlan) -> None:
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:
-    """Refuses callbacks that train on raw batches or log quantities that reveal the sample size."""
+    """Refuses callbacks that train on raw batches, reveal the sample's size, or change what is trained."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, pl.callbacks.DeviceStatsMonitor | pl.callbacks.ThroughputMonitor):
-            raise ConfigError(
-                f"{type(callback).__name__} logs what the device did in each round, which reveals the size of the "
-                "sample; leave it out."
-            )
-        if isinstance(callback, pl.callbacks.LearningRateFinder | pl.callbacks.BatchSizeFinder):
-            raise ConfigError(
-                f"{type(callback).__name__} trains on records without noise and without a ledger; choose learning "
-                "rates on public data, or by a sweep, whose parent run accounts for all its runs."
-            )
-        if isinstance(callback, pl.callbacks.ModelPruning | pl.callbacks.BaseFinetuning):
-            raise ConfigError(
-                f"{type(callback).__name__} changes the parameters, or which of them are trained, during training, and "
-                "the plan's rounds release those that it was made for; prune or freeze before make_plan, or prune "
-                "after training, which costs no privacy; train others in a second job, from the first one's weights."
-            )
+        for kinds, why in _REFUSED_CALLBACKS.items():
+            if isinstance(callback, kinds):
+                raise ConfigError(f"{type(callback).__name__} {why}.")
+
+
+_REFUSED_CALLBACKS = {
+    (pl.callbacks.DeviceStatsMonitor, pl.callbacks.ThroughputMonitor):
+        "logs what the device did in each round, which reveals the size of the sample; leave it out",
+    (pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder):
+        "trains on records without noise and without a ledger; choose learning rates on public data, or by a sweep, "
+        "whose parent run accounts for all its runs",
+    (pl.callbacks.ModelPruning, pl.callbacks.BaseFinetuning):
+        "changes the parameters, or which of them are trained, during training, and the plan's rounds release those "
+        "that it was made for; prune or freeze before make_plan, or prune after training, which costs no privacy; "
+        "train others in a second job, from the first one's weights",
+}  # fmt: skip
 
 
 def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -159,7 +159,12 @@ class PrivateTraining:
                 "model: torch.compile is not used in private rounds, which run a graph of the whole step; "
                 "trainer.compile (compile=True) compiles that graph."
             )
-        _warn_of_noise(self.plan)
+        if self.plan.rounds and self.plan.noise_multiplier > self.plan.sampling.q * self.plan.n:
+            warnings.warn(
+                f"z = {self.plan.noise_multiplier:.4g} is so much noise that little can be learnt: in each round, that "
+                "of every weight is larger than all clipped gradients together can be. Give a larger privacy.epsilon, "
+                "or a smaller privacy.noise_multiplier, or more records."
+            )
         max_records = self.max_physical_batch_size or (FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH)
         with processes.fail_together():
             refusals.refuse_mixing_layers(module)
@@ -351,15 +356,3 @@ class PrivateTraining:
 def device_of(module: nn.Module) -> torch.device:
     """The device of a module's parameters."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-
-
-def _warn_of_noise(plan: PrivacyPlan) -> None:
-    """Warns if the noise of all rounds together is longer than their clipped gradients could be, if all were equal."""
-    d = sum(group.d for group in plan.groups if not group.is_metric)
-    times = plan.noise_multiplier * (d / max(plan.rounds, 1)) ** 0.5 / (plan.sampling.q * plan.n)
-    if times > 1:
-        warnings.warn(
-            f"z = {plan.noise_multiplier:.4g} is so much noise that little can be learnt: over all rounds, it is about "
-            f"{times:.2g} times as long as the clipped gradients can be. Give a larger privacy.epsilon, or a smaller "
-            "privacy.noise_multiplier, more records, or fewer trained weights."
-        )

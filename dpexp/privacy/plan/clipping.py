@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpexp.errors import ConfigError, positive, says_how_to_call
+from dpexp.errors import ConfigError, in_one_line, positive
 from dpexp.privacy.plan.groups import Vector
 
 
@@ -36,7 +36,6 @@ class ClipNorm(Protocol):
         """
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class FixedClipNorm:
     """One number for all, a number by the name of each group, or a list in the order of the plan."""
@@ -47,7 +46,6 @@ class FixedClipNorm:
         return by_group(f"{key}.value", self.value, groups)
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class UniformClipNorm:
     """S*/√m each, so that m of them add up to a total L2 norm of S* (McMahan et al. 2018, section 2)."""
@@ -58,7 +56,6 @@ class UniformClipNorm:
         return [positive(f"{key}.total", self.total) / math.sqrt(len(dimensions))] * len(dimensions)
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class DimensionClipNorm:
     """S*·√(d/D), where D is the sum of all dimensions d.
@@ -130,7 +127,6 @@ class Mechanism(Protocol):
         """The clipping of each group by its vectors and its S_g, None if no clipping norm is given."""
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Separate:
     """Each group is clipped as one concatenated vector to S_g, by default 1/√G for G groups in all."""
@@ -145,7 +141,6 @@ class Separate:
         }
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Joint:
     """Vectors are scaled by 1/α_j, clipped together to S_g, and scaled back.
@@ -214,7 +209,6 @@ class ClipRule(Protocol):
         """c for one norm x and the clipping norm S, float64 scalars; x may be 0, infinite or NaN."""
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Abadi:
     """c = min(1, S/x) (Abadi et al. 2016, algorithm 1)."""
@@ -225,7 +219,6 @@ class Abadi:
         return (S / x).clamp(max=1)
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Automatic:
     """c = S/(x + γ) (Bu et al. 2022, arXiv 2206.07136, Auto-S).
@@ -244,7 +237,6 @@ class Automatic:
         return S / (x + self.gamma)
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Psac:
     """c = S/(x + r/(x + r)) (Xia et al. 2023, arXiv 2212.00328, DP-PSAC).
@@ -266,7 +258,6 @@ class Psac:
 RAMP = 0.01  # width of the ramp that replaces a step
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Global:
     """c = (S/Z)·1[x ≤ Z] (Bu et al. 2021, arXiv 2106.07830, global clipping).
@@ -306,9 +297,8 @@ def check_clip_rule(rule: Any) -> None:
     try:
         factors = unbounded_clip_factors(rule, norms, torch.ones((), dtype=torch.float64))
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"clip_rule={rule} must accept a norm, a tensor under torch.func.vmap, but it failed: {reason}"
+            f"clip_rule={rule} must accept a norm, a tensor under torch.func.vmap, but it failed: {in_one_line(error)}."
         ) from error
     if factors.shape != norms.shape or not factors.is_floating_point():
         raise ConfigError(f"clip_rule={rule} must return one real number for a norm.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from dpexp.errors import ConfigError, says_how_to_call
+from dpexp.errors import ConfigError
 
 VECTORS = ("layer", "parameter")
 
@@ -73,7 +73,6 @@ def _match(name: str, spec: Any) -> Match:
     return match
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Groups:
     """Groups by name: each trainable parameter must fall in exactly one, and each group must have one."""

@@ -72,7 +72,6 @@ class Clipping:
             raise ConfigError(f"vectors={self.vectors} is unknown; choose one of {', '.join(VECTORS)}.")
 
 
-@says_how_to_call
 def make_plan(
     module: nn.Module,
     *,

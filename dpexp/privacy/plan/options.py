@@ -90,8 +90,7 @@ class Sampling:
         """The number of rounds T, which for `epochs` follows from the policy's q."""
         rounds = policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
         if rounds > MOST_ROUNDS:
-            given = f"epochs={self.epochs}" if self.steps is None else f"steps={self.steps}"
-            raise ConfigError(f"sampling.{given} gives more than {MOST_ROUNDS:,} rounds; give less.")
+            raise ConfigError(f"sampling.steps or sampling.epochs gives {rounds} rounds; at most 2^31 are possible.")
         return rounds
 
 

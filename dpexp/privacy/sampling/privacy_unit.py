@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from dpexp.accounting.ledger.events import unit
-from dpexp.errors import ConfigError, exactly_one, positive, positive_integer, says_how_to_call
+from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 
 if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 NOBODY = -1  # the user of an example whose user is not known
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Example:
     """A record is an example: what the data set gives for an index."""
@@ -64,7 +63,6 @@ class Example:
         return " ".join([f"{one}s", *rest])
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class Microbatch(Example):
     """Record i is the k examples at positions ik to (i+1)k - 1; `size` is k."""
@@ -94,7 +92,6 @@ class Microbatch(Example):
         return Units([range(start, min(start + k, n)) for start in range(0, n, k)])
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class LocalTraining:
     """A user's vector is the change of the weights by SGD (see `dpexp.privacy.gradients.one_at_a_time`).
@@ -125,7 +122,6 @@ class LocalTraining:
         return [epoch[step % len(epoch)] for step in range(steps)]
 
 
-@says_how_to_call
 @dataclass(frozen=True)
 class User(Example):
     """A record is all examples of a user.
