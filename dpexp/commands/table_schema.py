@@ -1,12 +1,10 @@
 """`python -m dpexp schema`: writes the schema of a table, to be filled in from public knowledge."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 import numpy as np
 import yaml
@@ -106,8 +104,8 @@ def _guessed(values: Any) -> dict[str, Any]:
 
 def _around(known: Series) -> dict[str, str]:
     """What stands around a column's numbers: the commonest sign of percent or of a currency, and parentheses."""
-    signs = Counter(sign for text in known for sign in text if sign == "%" or category(sign) == "Sc")
-    unit = {"unit": signs.most_common(1)[0][0]} if signs else {}
+    units = known.str.extract("([%$€£¥₹])")[0].mode()
+    unit = {"unit": units[0]} if len(units) else {}
     return unit | ({"negative": "()"} if known.str.contains("(", regex=False).any() else {})
 
 

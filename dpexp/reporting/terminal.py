@@ -118,14 +118,14 @@ def print_check(step: str = "", seconds: float = 0.0, rounds: int = 0) -> None:
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:
-    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each kind, by the
-    last three parts of the name, without numbers."""
+    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each name, without
+    its numbers."""
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     total = sum(p.numel() for p in module.parameters())
     if 0 < sum(sizes.values()) < total:
         shown = [*sizes]
         if len(sizes) > _MAX_NAMES:
-            kinds = Counter(".".join(re.sub(r"\b\d+\b", "*", name).split(".")[-3:]) for name in sizes)
+            kinds = Counter(re.sub(r"\b\d+\b", "*", name) for name in sizes)
             shown = [f"{count} × {kind}" for kind, count in kinds.items()]
         _print(f"[bold]Trained[/]: {sum(sizes.values()):,} of {total:,} weights: {escape(', '.join(shown))}")
 
@@ -356,10 +356,9 @@ def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighte
 
     It may have learnt nonetheless: two classes are judged by AUC, more by the balanced accuracy.
     """
-    balanced, auc = metrics["test_balanced_accuracy"], metrics["test_auc"]
-    chance = 1 / (len(recalls) or _MANY_CLASSES)
-    reached, worst = (auc, 0.5) if len(recalls) == 2 else (balanced, chance)
-    if reached <= worst + _SKILL * (1 - worst):
+    auc, chance = metrics["test_auc"], 1 / (len(recalls) or _MANY_CLASSES)
+    reached = auc if len(recalls) == 2 else metrics["test_balanced_accuracy"]
+    if reached <= chance + _SKILL * (1 - chance):
         _print(
             "[bold red]The model is no better than always giving the most frequent class.[/] More records, a larger "
             "privacy.epsilon or a model with fewer weights would help; if classes are rare, data.class_weights."
@@ -369,8 +368,8 @@ def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighte
         found = f"{recalls[missed]:.1%}" if recalls[missed] else "none"
         _print(
             f"[bold]It ranks the classes (AUC {auc:.2f}; chance is 0.5), but at the threshold 0.5 it finds {found} of "
-            f"{escape(missed)}[/]: preprocessing=\\[class_counts] data.class_weights=counts, or choose a threshold on "
-            "test rows."
+            f"{escape(missed)}[/]: preprocessing=\\[class_counts] "
+            "data.class_weights=counts, or choose a threshold on test rows."
         )
 
 

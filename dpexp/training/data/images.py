@@ -73,9 +73,7 @@ class Images(RawData):
         """x [N, …] of a column that holds images (a file's path or content) or lists of numbers."""
         check_columns("data", inputs, {self._input: "data.module.input"})
         values = [*inputs[self._input]]
-        x = self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
-        are_files = any(isinstance(value, str | bytes) for value in values)
-        return x if are_files or self.one_input is None else self.one_input.converted(x)
+        return self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
 
     def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
         """Where they are, their number, and a function of i that gives a record's value and class."""
