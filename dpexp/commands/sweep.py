@@ -199,14 +199,14 @@ class Sweep:
         # Private selection is accounted for one winner, of all trials.
         apart = () if self.parent.facts.get("selects") else ("data", "cost")
         tops = {} if frame.empty else best_of_trials(frame, apart)
-        lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
-        why = [WHY[knob] for knob in frame["knob"].unique() if knob in WHY]
-        lines += [*described(tops, "**"), *why, sentence, ""]
-        lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]
+        lines = [f"{len(frame)} trials, {len(frame) - len(failed)} finished."]
+        lines += [f"{r['status']} {r['name']}: {r['error'] or 'no reason known'}" for _, r in failed.iterrows()]
+        if len(failed):
+            lines.append(f"What has not finished is done by the same command with hydra.sweep.dir={self._output}")
+        lines += [*described(tops), *(WHY[knob] for knob in frame["knob"].unique() if knob in WHY), sentence]
         status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
-        omitted = self.parent.conclude(frame, tops, costs, "\n".join(lines), status, self._output)
-        said = [*described(tops), *why, sentence, *omitted, f"Compare trials: {self.parent.address}"]
-        terminal.print_sweep(frame, failed, summary(frame), said, self._output)
+        lines += self.parent.conclude(frame, tops, costs, lines, status, self._output)
+        terminal.print_sweep(summary(frame), [*lines, f"Compare trials: {self.parent.address}"], self._output)
 
 
 @contextmanager

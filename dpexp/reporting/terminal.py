@@ -5,7 +5,7 @@ import re
 import resource
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -265,15 +265,9 @@ def print_line(place: str, *facts: str) -> None:
     console.print(" · ".join([escape(place), *facts]), highlight=False, soft_wrap=True)
 
 
-def print_sweep(frame: Any, failed: Any, summary: Any, lines: Iterable[str], output: Path) -> None:
-    """Prints the results of a sweep: a table of its configurations, lines on the best ones and on what choosing among
-    them costs, and the sweep's folder."""
-    console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
-    for _, trial in failed.iterrows():
-        reason = trial["error"] or "no reason known"
-        _print(f"[bold red]{trial['status']}[/] {escape(trial['name'])}: {escape(reason)}")
-    if len(failed):
-        _print(f"What has not finished is done by the same command with hydra.sweep.dir={output}")
+def print_sweep(summary: Any, lines: Sequence[str], output: Path) -> None:
+    """Prints the results of a sweep: a table of its configurations, lines on its trials, the best ones and what
+    choosing among them costs, and its folder."""
     if len(summary):
         table = Table(*(Column(name, overflow="fold") for name in summary.columns))
         for row in summary.to_numpy():

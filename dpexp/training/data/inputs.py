@@ -50,7 +50,7 @@ class OneInput:
         given = f"from {x.min():.3g} to {x.max():.3g}"
         if self.raw_max and x.min() >= 0 and x.max() > 1:
             x = scaled(x, self.raw_max)
-        usual, known = _ends(x).median(dim=1).values, torch.tensor(self.ends).double()
+        usual, known = _ends(x).median(dim=1).values, torch.tensor(self.ends, dtype=torch.float64)
         slack = _SLACK * (known.max() - known.min())
         is_like = (known[:, 0] - slack <= usual).all() and (usual <= known[:, 1] + slack).all()
         if not (is_like and x.isfinite().all()) or (self.is_whole and (x % 1).any()):
