@@ -83,6 +83,11 @@ def words_of(error: BaseException) -> str:
         return "it has no readable message"
 
 
+def in_one_line(error: object) -> str:
+    """The message of an error in one line, without a stop at its end."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def root_of(error: BaseException) -> BaseException:
     """The cause that an error began with."""
     while error.__cause__ is not None:

@@ -28,7 +28,7 @@ from dpexp.commands.build import data_of, features_map, make, module_of, silence
 from dpexp.commands.command_line import as_overrides, config_file, is_option, with_config_file
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
@@ -157,7 +157,7 @@ def _configuration(folder: Path) -> DictConfig:
         assert isinstance(cfg, DictConfig)
         check(cfg)
     except (YAMLError, OmegaConfBaseException, AssertionError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} is not the configuration of a job: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"{path} is not the configuration of a job: {in_one_line(error)[:200]}.") from error
     return cfg
 
 
@@ -176,7 +176,7 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
         data = data_of(saved.cfg)
         found = saved.trainer.test(saved.module, datamodule=data, verbose=False)
     except MisconfigurationException as error:
-        raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"evaluate: {in_one_line(error)}.") from error
     metrics = {name: value for part in found for name, value in part.items()}
     print_tested(metrics, getattr(data, "class_names", None), saved.cfg.data.class_weights is not None)
     for name, value in metrics.items():
@@ -237,7 +237,7 @@ def _inputs(path: Path, cfg: DictConfig) -> Tensor:
     try:
         x = torch.as_tensor(np.asarray(readers[suffix]()))
     except Exception as error:  # each format and compression has its own
-        raise ConfigError(f"data={path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"data={path} cannot be read: {in_one_line(error)}.") from error
     if not x.dim() or not len(x):
         raise ConfigError(f"data={path} holds no inputs.")
     x = x.float() if x.is_floating_point() or suffix == ".csv" else x
@@ -348,7 +348,7 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
         rounds_done(output / CHECKPOINT)
     except Exception as error:  # torch raises many types for a damaged file
         raise ConfigError(
-            f"the checkpoint {output}/last.ckpt cannot be read ({' '.join(str(error).split())[:200]}): it is damaged; "
+            f"the checkpoint {output}/last.ckpt cannot be read ({in_one_line(error)[:200]}): it is damaged; "
             "the rounds of the ledger are spent, so start the job again in another folder."
         ) from error
     before: Any = yaml.safe_load((output / "config.yaml").read_text())

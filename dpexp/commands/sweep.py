@@ -22,7 +22,7 @@ from dpexp._hydra_compat import BasicSweeper
 from dpexp.commands.trial import forget_trials, name_of, remember_trials
 from dpexp.commands.validate import taken
 from dpexp.config import not_private_reason
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:
     from dpexp.accounting.ledger import Ledger
@@ -150,7 +150,7 @@ class SweepCallback(Callback):
             try:
                 _sweep = Sweep(config)
             except Exception as error:
-                raise SystemExit(f"dpexp: {' '.join(str(error).split())}") from error
+                raise SystemExit(f"dpexp: {in_one_line(error)}.") from error
 
 
 def _refuse_taken(folder: Path) -> None:

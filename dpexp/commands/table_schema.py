@@ -75,7 +75,7 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
          lambda facts: any(facts.get(key, "") is None for key in OPTIONS[facts["kind"]])),
     ):  # fmt: skip
         if names := [name for name, facts in columns.items() if name != person and fits(facts)]:
-            cells = [f"{name} ({cell_of(present(rows[name]))})" for name in names] if test_path else names
+            cells = [f"{name} ({cell_of(rows[name])})" for name in names] if test_path else names
             console.print(f"{said}: {', '.join(cells)}.", soft_wrap=True, markup=False)
     content |= {"columns": columns}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from dpexp._lightning_compat import (
     replace_training_loader,
     training_loader,
 )
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.training.classifier import Classifier
 
 
@@ -306,7 +306,7 @@ def _check_model(trainer: pl.Trainer, module: Classifier, kind: str, loader: Any
     except Exception as error:
         raise ConfigError(
             f"model: it cannot process the {kind} set's records, of shape {shape}; data.shape, or the model's own "
-            f"arguments, must fit them: {' '.join(str(error).split())[:200]}."
+            f"arguments, must fit them: {in_one_line(error)[:200]}."
         ) from error
     finally:
         module.train(was_training)

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.rows import PlacedRows
 from dpexp.training.data.raw import RawData, check_columns, text_of
 
@@ -104,7 +104,7 @@ class Images(RawData):
             except Exception as error:
                 if is_public:
                     which = value if isinstance(value, str | Path) else f"record {i}"
-                    reason = " ".join(str(error).split())[:200].rstrip(".")
+                    reason = in_one_line(error)[:200]
                     raise ConfigError(f"{where}: {which} cannot be read: {reason}.") from error
                 return False
             return True
@@ -218,6 +218,6 @@ def split_of(path: str | None, subset: str | None, split: str, *columns: str | N
     except ConfigError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".")
+        reason = in_one_line(error)[:200]
         wanted = " and ".join(map(str, columns))
         raise ConfigError(f"data.path={path}, split {split}: {wanted} cannot be read: {reason}.") from error

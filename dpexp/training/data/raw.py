@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from dpexp._lightning_compat import pl
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.training.classifier import scores_of
 
 _ARRAYS = (".npy", ".npz", ".pt")  # files of numbers
@@ -156,7 +156,7 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
     except UnicodeError as error:
         raise ConfigError(f"{key}={path} is {error}.") from error
     except Exception as error:  # each compression has its own
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
+        reason = getattr(error, "strerror", None) or in_one_line(error)[:200]
         raise ConfigError(f"{key}={path} cannot be read: {reason}.") from error
 
 

@@ -24,7 +24,7 @@ from pandas.util import hash_pandas_object
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.rows import PlacedRows
 from dpexp.training.data.raw import (
     RawData,
@@ -212,7 +212,7 @@ def _wanted(facts: Mapping[str, Any]) -> str:
 
 def _unread(rows: DataFrame, name: str, facts: Mapping[str, Any]) -> str:
     """That no public row has a value of a column, in words, with one that it has."""
-    return f"in no row is {name} {_wanted(facts)}, but {cell_of(present(rows[name]))}"
+    return f"in no row is {name} {_wanted(facts)}, but {cell_of(rows[name])}"
 
 
 def present(values: Series) -> Series:
@@ -221,8 +221,9 @@ def present(values: Series) -> Series:
     return texts[~texts.str.lower().isin(MISSING)]
 
 
-def cell_of(texts: Series) -> str:
-    """The first one of public texts, for a message."""
+def cell_of(values: Series) -> str:
+    """The first one of public values that is not missing, for a message."""
+    texts = present(values)
     return repr(texts.iloc[0][:40]) if len(texts) else "all are missing"
 
 
@@ -315,7 +316,7 @@ def _read_schema(schema: str) -> dict[str, Any]:
     try:
         content = yaml.load(Path(os.path.expanduser(schema)).read_bytes(), yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        reason = getattr(error, "strerror", None) or in_one_line(error)[:200]
         raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
     columns = content.get("columns") if isinstance(content, dict) else None
     if not isinstance(columns, dict) or not columns:
@@ -373,7 +374,7 @@ def _with_cells(wrong: Mapping[str, str], columns: Mapping[str, Any], test_path:
     said = []
     for name, facts in columns.items():
         if name in wrong:
-            cell = f" ({cell_of(present(rows[name]))} in {test_path})" if name in rows else ""
+            cell = f" ({cell_of(rows[name])} in {test_path})" if name in rows else ""
             said.append(f"columns.{name}{wrong[name]}{cell}")
         elif name in rows and facts["kind"] != "ignored" and not _known(_encoded(rows[name], facts), facts).any():
             said.append(_unread(rows, name, facts))
