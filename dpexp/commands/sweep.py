@@ -220,8 +220,9 @@ def concluded() -> Iterator[None]:
     except Exception as error:
         interrupted, failed = False, True
         if _sweep is not None and not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
-            words = f"{type(error).__name__}: {error}".split()
-            raise ConfigError(f"the sweep did not finish: {' '.join(words[:40])}") from error
+            raise ConfigError(
+                f"the sweep did not finish: {type(error).__name__}: {in_one_line(error)[:300]}."
+            ) from error
         raise
     finally:
         ended, _sweep = _sweep, None
@@ -230,8 +231,7 @@ def concluded() -> Iterator[None]:
             if ended is not None:
                 ended.conclude(interrupted, failed)
         except Exception as error:
-            words = f"{type(error).__name__}: {error}".split()
             raise ConfigError(
                 "the sweep's parent run could not be ended; start the same command again in its folder. "
-                f"{' '.join(words[:30])}"
+                f"{type(error).__name__}: {in_one_line(error)[:200]}."
             ) from error
