@@ -38,7 +38,7 @@ def as_dataset(data: Any, dtype: torch.dtype) -> Any:
     Raises:
         ConfigError: `data` has no record i.
     """
-    is_tuple = isinstance(data, tuple) and bool(data) and all(hasattr(part, "__array__") and part.ndim for part in data)
+    is_tuple = isinstance(data, tuple) and bool(data) and all(getattr(part, "ndim", 0) for part in data)
     if is_tuple and len({*map(len, data)}) == 1:
         tensors = [torch.as_tensor(part if isinstance(part, Tensor) else np.array(part)) for part in data]
         return TensorDataset(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))

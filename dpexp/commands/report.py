@@ -18,7 +18,7 @@ from dpexp.accounting.rounding import up
 from dpexp.commands.account import console, with_earlier
 from dpexp.commands.command_line import config_file, is_option, read_options
 from dpexp.config import tracking_uri
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.reporting.model_card import NOT_COVERED
 from dpexp.reporting.wording import BASELINES, guarantee_in_words, measured
 from dpexp.tracking.provenance import without_passwords
@@ -42,7 +42,6 @@ def report(arguments: Sequence[str]) -> None:
     if not jobs or {*named} - {*found, *found.values()}:
         raise ConfigError(f"report {' '.join(arguments)}: name folders of jobs or sweeps, or MLflow run ids.")
     runs = [_run(job) for job in jobs]
-    summaries = [path for folder in named if (path := folder / SUMMARY).exists()]
     delta = max((run["result"]["delta"] for run in runs if "delta" in run["result"]), default=1.0)
     ledgers = [ledger_so_far(path) for job in jobs if (path := job / "ledger.jsonl").exists()]
     template = Environment(loader=PackageLoader("dpexp.reporting", ""), autoescape=True).get_template("report.html")
@@ -53,6 +52,7 @@ def report(arguments: Sequence[str]) -> None:
     shown["is_private"] = is_private and all(ledger.not_private_reason is None for ledger in ledgers)
     shown["together"] = ledgers and with_earlier(ledgers[:-1], ledgers[-1], delta)
     shown["pictures"] = [one for folder in named if folder not in found for one in _pictures(folder)]
+    summaries = [path for folder in named if (path := folder / SUMMARY).exists()]
     shown["means"] = [read_csv(path, dtype=str, keep_default_na=False) for path in summaries]
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     Path(cfg.out).write_text(template.render(shown))
@@ -66,7 +66,7 @@ def _run(job: Path) -> dict[str, Any]:
         cfg, given, hydra = (OmegaConf.load(job / f".hydra/{name}.yaml") for name in ("config", "overrides", "hydra"))
         found = json.loads(result.read_text()) if result.exists() else {}
     except (OSError, ValueError, YAMLError) as error:
-        raise ConfigError(f"{job} has a damaged file of its job: {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"{job} has a damaged file of its job: {in_one_line(error)}.") from error
     targets = (OmegaConf.select(cfg, key) for key in ("model._target_", "data.module._target_"))
     model, data = (str(target).rpartition(".")[2] for target in targets)
     file = config_file(hydra.hydra)

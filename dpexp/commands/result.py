@@ -15,7 +15,7 @@ from dpexp.commands.build import accountants
 from dpexp.commands.trainer import AVERAGING
 from dpexp.commands.validate import reported
 from dpexp.config import not_private_reason
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import preprocessing_of
@@ -118,7 +118,7 @@ def measure(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
                 logger.log_metrics(others, trainer.global_step)
             metrics |= others
     except Exception as error:  # the result must not be lost
-        warnings.warn(f"the model could not be tested, and is kept: {' '.join(str(error).split())[:300]}")
+        warnings.warn(f"the model could not be tested, and is kept: {in_one_line(error)[:300]}")
     return metrics
 
 

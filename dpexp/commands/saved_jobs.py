@@ -19,8 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pandas import DataFrame, read_csv
-from pandas.api.types import is_numeric_dtype
+from pandas import DataFrame, read_csv, to_numeric
 from torch import Tensor, nn
 from yaml import YAMLError
 
@@ -29,7 +28,7 @@ from dpexp.commands.build import data_of, features_map, make, module_of, silence
 from dpexp.commands.command_line import as_overrides, config_file, is_option, with_config_file
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
@@ -85,8 +84,6 @@ class _Saved:
         self.data: RawData | None = make("data.module", self.cfg.data.module) if encodes else None  # has read nothing
         known = read_metadata(folder / WEIGHTS).get("one_input")
         self._one_input = OneInput(**json.loads(known)) if known else None
-        if self.data is not None:
-            self.data.one_input = self._one_input
 
     def restore(self) -> None:
         """Makes the module with the trained weights, at the precision of its training. Runs code: see `load`."""
@@ -160,7 +157,7 @@ def _configuration(folder: Path) -> DictConfig:
         assert isinstance(cfg, DictConfig)
         check(cfg)
     except (YAMLError, OmegaConfBaseException, AssertionError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} is not the configuration of a job: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"{path} is not the configuration of a job: {in_one_line(error)[:200]}.") from error
     return cfg
 
 
@@ -179,7 +176,7 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
         data = data_of(saved.cfg)
         found = saved.trainer.test(saved.module, datamodule=data, verbose=False)
     except MisconfigurationException as error:
-        raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"evaluate: {in_one_line(error)}.") from error
     metrics = {name: value for part in found for name, value in part.items()}
     print_tested(metrics, getattr(data, "class_names", None), saved.cfg.data.class_weights is not None)
     for name, value in metrics.items():
@@ -221,10 +218,10 @@ def predict(arguments: Sequence[str]) -> DataFrame:
 def _table(path: Path) -> np.ndarray:
     """The rows of a CSV file, whose first line may hold names (0, 1, 2, … count as names)."""
     content = content_of(path, "strict")
-    form: Any = {"sep": delimiter_of(content)}
-    first = read_csv(StringIO(content), header=None, nrows=1, **form)
-    named = not all(map(is_numeric_dtype, first.dtypes)) or [*first.iloc[0]] == [*range(first.shape[1])]
-    return read_csv(StringIO(content), header=0 if named else None, **form).to_numpy(np.float64)
+    rows = read_csv(StringIO(content), header=None, sep=delimiter_of(content), dtype=str)
+    first = to_numeric(rows.iloc[0], errors="coerce")
+    is_named = first.isna().any() or [*first] == [*range(len(first))]
+    return (rows[1:] if is_named else rows).to_numpy(np.float64)
 
 
 def _inputs(path: Path, cfg: DictConfig) -> Tensor:
@@ -240,7 +237,7 @@ def _inputs(path: Path, cfg: DictConfig) -> Tensor:
     try:
         x = torch.as_tensor(np.asarray(readers[suffix]()))
     except Exception as error:  # each format and compression has its own
-        raise ConfigError(f"data={path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"data={path} cannot be read: {in_one_line(error)}.") from error
     if not x.dim() or not len(x):
         raise ConfigError(f"data={path} holds no inputs.")
     x = x.float() if x.is_floating_point() or suffix == ".csv" else x
@@ -279,9 +276,9 @@ def save_model(
     with suppress(Exception):  # the data may be of any kind, and have no test set
         if isinstance(data, RawData):
             file, words = data.example_file, data.input_in_words()
-        one_input = OneInput.of(_test_inputs(data), getattr(data, "raw_max", None))
-        about["one_input"] = json.dumps(asdict(one_input))
-        words = words if isinstance(data, RawData) else str(one_input)
+        else:
+            one_input = OneInput.of(_test_inputs(data), getattr(data, "raw_max", None))
+            about["one_input"], words = json.dumps(asdict(one_input)), str(one_input)
     (output / DISK_RESERVE).unlink(missing_ok=True)
     save_weights(model, output / WEIGHTS, about)
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
@@ -300,15 +297,11 @@ def save_model(
         from dpexp.tracking.registered_model import save_as_mlflow
 
         try:
-            example = data.example() if isinstance(data, RawData) else _as_array(next(_test_inputs(data))[:2])
+            example = data.example() if isinstance(data, RawData) else next(_test_inputs(data))[:2].numpy()
             save_as_mlflow(output, example, output / MLFLOW_MODEL, __name__)
         except Exception as error:  # the user's model or data may not support it
             warnings.warn(f"MLflow gets no loadable model, only {WEIGHTS}: {type(error).__name__}: {error}")
     return about
-
-
-def _as_array(x: Tensor) -> np.ndarray:
-    return (x.float() if x.is_floating_point() else x).numpy()  # NumPy has no bfloat16
 
 
 def _test_inputs(data: pl.LightningDataModule) -> Iterator[Tensor]:
@@ -318,7 +311,7 @@ def _test_inputs(data: pl.LightningDataModule) -> Iterator[Tensor]:
         if isinstance(batch, Mapping):
             raise ConfigError(f"its model takes one tensor, and a batch holds {', '.join(batch)}.")
         x, *_ = batch
-        yield x
+        yield x.float() if x.is_floating_point() else x  # NumPy has no bfloat16
 
 
 def resume(arguments: Sequence[str]) -> list[str]:
@@ -355,7 +348,7 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
         rounds_done(output / CHECKPOINT)
     except Exception as error:  # torch raises many types for a damaged file
         raise ConfigError(
-            f"the checkpoint {output}/last.ckpt cannot be read ({' '.join(str(error).split())[:200]}): it is damaged; "
+            f"the checkpoint {output}/last.ckpt cannot be read ({in_one_line(error)[:200]}): it is damaged; "
             "the rounds of the ledger are spent, so start the job again in another folder."
         ) from error
     before: Any = yaml.safe_load((output / "config.yaml").read_text())

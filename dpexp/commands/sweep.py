@@ -22,7 +22,7 @@ from dpexp._hydra_compat import BasicSweeper
 from dpexp.commands.trial import forget_trials, name_of, remember_trials
 from dpexp.commands.validate import taken
 from dpexp.config import not_private_reason
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:
     from dpexp.accounting.ledger import Ledger
@@ -150,7 +150,7 @@ class SweepCallback(Callback):
             try:
                 _sweep = Sweep(config)
             except Exception as error:
-                raise SystemExit(f"dpexp: {' '.join(str(error).split())}") from error
+                raise SystemExit(f"dpexp: {in_one_line(error)}.") from error
 
 
 def _refuse_taken(folder: Path) -> None:
@@ -199,14 +199,14 @@ class Sweep:
         # Private selection is accounted for one winner, of all trials.
         apart = () if self.parent.facts.get("selects") else ("data", "cost")
         tops = {} if frame.empty else best_of_trials(frame, apart)
-        lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
-        why = [WHY[knob] for knob in frame["knob"].unique() if knob in WHY]
-        lines += [*described(tops, "**"), *why, sentence, ""]
-        lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]
+        lines = [f"{len(frame)} trials, {len(frame) - len(failed)} finished."]
+        lines += [f"{r['status']} {r['name']}: {r['error'] or 'no reason known'}" for _, r in failed.iterrows()]
+        if len(failed):
+            lines.append(f"What has not finished is done by the same command with hydra.sweep.dir={self._output}")
+        lines += [*described(tops), *(WHY[knob] for knob in frame["knob"].unique() if knob in WHY), sentence]
         status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
-        omitted = self.parent.conclude(frame, tops, costs, "\n".join(lines), status, self._output)
-        said = [*described(tops), *why, sentence, *omitted, f"Compare trials: {self.parent.address}"]
-        terminal.print_sweep(frame, failed, summary(frame), said, self._output)
+        lines += self.parent.conclude(frame, tops, costs, lines, status, self._output)
+        terminal.print_sweep(summary(frame), [*lines, f"Compare trials: {self.parent.address}"], self._output)
 
 
 @contextmanager
@@ -220,8 +220,9 @@ def concluded() -> Iterator[None]:
     except Exception as error:
         interrupted, failed = False, True
         if _sweep is not None and not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
-            words = f"{type(error).__name__}: {error}".split()
-            raise ConfigError(f"the sweep did not finish: {' '.join(words[:40])}") from error
+            raise ConfigError(
+                f"the sweep did not finish: {type(error).__name__}: {in_one_line(error)[:300]}."
+            ) from error
         raise
     finally:
         ended, _sweep = _sweep, None
@@ -230,8 +231,7 @@ def concluded() -> Iterator[None]:
             if ended is not None:
                 ended.conclude(interrupted, failed)
         except Exception as error:
-            words = f"{type(error).__name__}: {error}".split()
             raise ConfigError(
                 "the sweep's parent run could not be ended; start the same command again in its folder. "
-                f"{' '.join(words[:30])}"
+                f"{type(error).__name__}: {in_one_line(error)[:200]}."
             ) from error

@@ -1,12 +1,10 @@
 """`python -m dpexp schema`: writes the schema of a table, to be filled in from public knowledge."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 import numpy as np
 import yaml
@@ -77,7 +75,7 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
          lambda facts: any(facts.get(key, "") is None for key in OPTIONS[facts["kind"]])),
     ):  # fmt: skip
         if names := [name for name, facts in columns.items() if name != person and fits(facts)]:
-            cells = [f"{name} ({cell_of(present(rows[name]))})" for name in names] if test_path else names
+            cells = [f"{name} ({cell_of(rows[name])})" for name in names] if test_path else names
             console.print(f"{said}: {', '.join(cells)}.", soft_wrap=True, markup=False)
     content |= {"columns": columns}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -106,8 +104,8 @@ def _guessed(values: Any) -> dict[str, Any]:
 
 def _around(known: Series) -> dict[str, str]:
     """What stands around a column's numbers: the commonest sign of percent or of a currency, and parentheses."""
-    signs = Counter(sign for text in known for sign in text if sign == "%" or category(sign) == "Sc")
-    unit = {"unit": signs.most_common(1)[0][0]} if signs else {}
+    units = known.str.extract("([%$€£¥₹])")[0].mode()
+    unit = {"unit": units[0]} if len(units) else {}
     return unit | ({"negative": "()"} if known.str.contains("(", regex=False).any() else {})
 
 

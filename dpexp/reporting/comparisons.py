@@ -248,12 +248,10 @@ def best_of_trials(trials: DataFrame, apart: Sequence[str] = ("data", "cost")) -
     return {str(place): best(configurations(runs)[0]) for place, runs in found.groupby(places, sort=False)}
 
 
-def described(tops: Mapping[str, Best], bold: str = "") -> list[str]:
+def described(tops: Mapping[str, Best]) -> list[str]:
     """A line on each of the best configurations; one that had no others is not called the best."""
     lines = []
     for place, top in tops.items():
         accuracy, at = f"test accuracy {top.row['test_accuracy']:.2%}", f" at {place}" if place else ""
-        lines.append(
-            f"Best{at}: {bold}{top}{bold}, {accuracy}" if top.others else f"T{accuracy[1:]}{at} ({top.certainty})"
-        )
+        lines.append(f"Best{at}: {top}, {accuracy}" if top.others else f"T{accuracy[1:]}{at} ({top.certainty})")
     return lines

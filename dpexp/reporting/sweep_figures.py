@@ -73,10 +73,11 @@ def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
             among = f" (the best of {top.others + 1})" if top.others else ""
             label = f"{model} without privacy{among}"
             axes.axhline(top.row["test_accuracy"], label=label, color="black", linestyle=":")
-        if y == "test_accuracy" and axes.get_ylim()[1] > 1.02:  # the interval of few runs reaches beyond
-            axes.set_ylim(top=1.02)
-        has_bars = y == "test_accuracy" and points["margin"].notna().any()
-        axes.set(xlabel=by_x, ylabel=f"{names[y]}, mean ± 95 % interval" if has_bars else names[y])
+        interval = ""
+        if y == "test_accuracy" and points["margin"].notna().any():
+            interval = ", mean ± 95 % interval"
+            axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))  # the interval of few runs reaches beyond
+        axes.set(xlabel=by_x, ylabel=names[y] + interval)
         if y == "knob_value":
             axes.set_title(WHY.get(knob, ""), fontsize="small", wrap=True)
         if is_number:

@@ -5,7 +5,7 @@ import re
 import resource
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -118,14 +118,14 @@ def print_check(step: str = "", seconds: float = 0.0, rounds: int = 0) -> None:
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:
-    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each kind, by the
-    last three parts of the name, without numbers."""
+    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each name, without
+    its numbers."""
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     total = sum(p.numel() for p in module.parameters())
     if 0 < sum(sizes.values()) < total:
         shown = [*sizes]
         if len(sizes) > _MAX_NAMES:
-            kinds = Counter(".".join(re.sub(r"\b\d+\b", "*", name).split(".")[-3:]) for name in sizes)
+            kinds = Counter(re.sub(r"\b\d+\b", "*", name) for name in sizes)
             shown = [f"{count} × {kind}" for kind, count in kinds.items()]
         _print(f"[bold]Trained[/]: {sum(sizes.values()):,} of {total:,} weights: {escape(', '.join(shown))}")
 
@@ -265,15 +265,9 @@ def print_line(place: str, *facts: str) -> None:
     console.print(" · ".join([escape(place), *facts]), highlight=False, soft_wrap=True)
 
 
-def print_sweep(frame: Any, failed: Any, summary: Any, lines: Iterable[str], output: Path) -> None:
-    """Prints the results of a sweep: a table of its configurations, lines on the best ones and on what choosing among
-    them costs, and the sweep's folder."""
-    console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
-    for _, trial in failed.iterrows():
-        reason = trial["error"] or "no reason known"
-        _print(f"[bold red]{trial['status']}[/] {escape(trial['name'])}: {escape(reason)}")
-    if len(failed):
-        _print(f"What has not finished is done by the same command with hydra.sweep.dir={output}")
+def print_sweep(summary: Any, lines: Sequence[str], output: Path) -> None:
+    """Prints the results of a sweep: a table of its configurations, lines on its trials, the best ones and what
+    choosing among them costs, and its folder."""
     if len(summary):
         table = Table(*(Column(name, overflow="fold") for name in summary.columns))
         for row in summary.to_numpy():
@@ -356,10 +350,9 @@ def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighte
 
     It may have learnt nonetheless: two classes are judged by AUC, more by the balanced accuracy.
     """
-    balanced, auc = metrics["test_balanced_accuracy"], metrics["test_auc"]
-    chance = 1 / (len(recalls) or _MANY_CLASSES)
-    reached, worst = (auc, 0.5) if len(recalls) == 2 else (balanced, chance)
-    if reached <= worst + _SKILL * (1 - worst):
+    auc, chance = metrics["test_auc"], 1 / (len(recalls) or _MANY_CLASSES)
+    reached = auc if len(recalls) == 2 else metrics["test_balanced_accuracy"]
+    if reached <= chance + _SKILL * (1 - chance):
         _print(
             "[bold red]The model is no better than always giving the most frequent class.[/] More records, a larger "
             "privacy.epsilon or a model with fewer weights would help; if classes are rare, data.class_weights."
@@ -369,8 +362,8 @@ def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighte
         found = f"{recalls[missed]:.1%}" if recalls[missed] else "none"
         _print(
             f"[bold]It ranks the classes (AUC {auc:.2f}; chance is 0.5), but at the threshold 0.5 it finds {found} of "
-            f"{escape(missed)}[/]: preprocessing=\\[class_counts] data.class_weights=counts, or choose a threshold on "
-            "test rows."
+            f"{escape(missed)}[/]: preprocessing=\\[class_counts] "
+            "data.class_weights=counts, or choose a threshold on test rows."
         )
 
 

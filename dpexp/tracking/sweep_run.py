@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,8 @@ class SweepRun:
             return ledger_so_far(folder / "ledger.jsonl")
 
     def conclude(
-        self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], note: str, status: str,
-        output: Path,
+        self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], lines: Sequence[str],
+        status: str, output: Path,
     ) -> list[str]:  # fmt: skip
         """Logs the best accuracies, the costs of choosing, and the trials' table and figures, which are in the sweep's
         folder, too, and ends the run; one whose trials have all finished has the parameters that they share.
@@ -134,7 +134,7 @@ class SweepRun:
         for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # NaN replaces what no longer holds
             self._client.log_metric(self.run_id, key, value)
         drawn, omitted = figures_of(frame, self._evaluations(frame)) if not frame.empty else ({}, [])
-        self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
+        self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join(f"- {line}" for line in (*lines, *omitted)))
         if not frame.empty:
             output.mkdir(parents=True, exist_ok=True)
             compact(frame).to_csv(output / TRIALS, index=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, random_split
 
 from dpexp._lightning_compat import (
     TrainerFn,
@@ -25,7 +25,7 @@ from dpexp._lightning_compat import (
     replace_training_loader,
     training_loader,
 )
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.training.classifier import Classifier
 
 
@@ -123,15 +123,14 @@ class HeldOut(pl.callbacks.EarlyStopping):
 
     def __init__(self) -> None:
         super().__init__("held_out_loss", patience=10, check_on_train_epoch_end=True)
-        self._best: dict[str, Any] = {}
-        self._round = 0
+        self.best: dict[str, Any] = {}  # its weights and its round
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loader = training_loader(trainer)
-        order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()
-        count = max(1, len(order) // 10)
-        size = max(1, min(loader.batch_size, len(order) - count))
-        held_out, rest = Subset(loader.dataset, order[:count]), Subset(loader.dataset, order[count:])
+        count = max(1, len(loader.dataset) // 10)
+        sizes = [count, len(loader.dataset) - count]
+        held_out, rest = random_split(loader.dataset, sizes, torch.Generator().manual_seed(0))
+        size = min(loader.batch_size, len(rest))
         self._loader = DataLoader(held_out, size)
         replace_training_loader(
             trainer, DataLoader(rest, size, shuffle=True, drop_last=True, num_workers=loader.num_workers)
@@ -149,21 +148,21 @@ class HeldOut(pl.callbacks.EarlyStopping):
         pl_module.log(self.monitor, total)
         super().on_train_epoch_end(trainer, pl_module)
         if not self.wait_count:
-            self._best, self._round = copy.deepcopy(pl_module.state_dict()), trainer.global_step
+            self.best = {"weights": copy.deepcopy(pl_module.state_dict()), "round": trainer.global_step}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pl_module.load_state_dict(self._best)
+        pl_module.load_state_dict(self.best["weights"])
         warnings.warn(
             "without privacy, training ends when the loss of a tenth of its records, held out, no longer falls: "
-            f"the model is that of round {self._round} of {trainer.max_steps}."
+            f"the model is that of round {self.best['round']} of {trainer.max_steps}."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"best": self._best, "round": self._round}
+        return super().state_dict() | {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._best, self._round = state_dict["best"], state_dict["round"]
+        self.best = state_dict["best"]
 
 
 class LastWeights(pl.Callback):
@@ -307,7 +306,7 @@ def _check_model(trainer: pl.Trainer, module: Classifier, kind: str, loader: Any
     except Exception as error:
         raise ConfigError(
             f"model: it cannot process the {kind} set's records, of shape {shape}; data.shape, or the model's own "
-            f"arguments, must fit them: {' '.join(str(error).split())[:200]}."
+            f"arguments, must fit them: {in_one_line(error)[:200]}."
         ) from error
     finally:
         module.train(was_training)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.training.classifier import Classifier
 
 IGNORED = -100  # label that has no loss
@@ -57,7 +57,7 @@ def _from_pretrained(class_name: str, name: str, **options: Any) -> Any:
     try:
         return auto_class.from_pretrained(name, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = in_one_line(error)[:200]
         raise ConfigError(
             f"model.name={name} is neither a folder nor a name on the hub from which {class_name} can be loaded: "
             f"{reason}"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 
 _SMALL_FILES = 2**20  # bytes for what a job writes besides weights
 
@@ -27,7 +27,7 @@ def _refused(message: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"{message}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"{message}: {in_one_line(error)[:300]}.") from error
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def test_a_resumed_training_knows_the_best_weights_of_before(tmp_path):
     with pytest.warns(UserWarning, match="is that of round"):
         trainer, module, _, held_out, _ = overfitting(600)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    with pytest.warns(UserWarning, match=f"is that of round {held_out._round} of 700"):
+    with pytest.warns(UserWarning, match=f"is that of round {held_out.best['round']} of 700"):
         again, resumed, *_ = overfitting(700, path=tmp_path / "last.ckpt")
     assert again.global_step > trainer.global_step and torch.equal(resumed.model.weight, module.model.weight)
 

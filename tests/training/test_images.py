@@ -261,9 +261,6 @@ def test_vectors_of_a_data_set_train(folders, dpexp_job):
     assert json.loads((output / "result.json").read_text())["metrics"]["test_accuracy"] > 0.9
     pd.DataFrame({"v": [row[0] for row in rows[60:]]}).to_parquet("new.parquet")
     assert (predict([str(output), "new.parquet"])["prediction"] == [row[1] for row in rows[60:]]).sum() > 17
-    pd.DataFrame({"v": [[255 * number for number in row[0]] for row in rows[60:]]}).to_parquet("new.parquet")
-    with pytest.raises(ConfigError, match=r"where one input is numbers of shape \[4\]"):
-        predict([str(output), "new.parquet"])
     for arguments, said in (
         ((), "data.class_names=[] must be at least two"),
         (("data.class_names=[no,yes]", "data.input=w"), "data.path=saved, split test: w and y cannot be read: "),

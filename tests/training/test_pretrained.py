@@ -139,7 +139,7 @@ def test_of_many_trained_parameters_each_kind_is_counted(capsys):
     for block in blocks:
         block["base"].requires_grad_(False)
     print_trained_parameters(module)
-    said = "Trained: 74 of 146 weights: 12 × *.lora_A.weight, 12 × *.lora_A.bias, 1 × head.weight"
+    said = "Trained: 74 of 146 weights: 12 × h.*.lora_A.weight, 12 × h.*.lora_A.bias, 1 × head.weight"
     assert capsys.readouterr().out.strip() == said
 
 

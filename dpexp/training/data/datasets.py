@@ -155,7 +155,7 @@ class Cifar10(TensorData):
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
     """Reads one binary batch: per record a label byte and 3 072 bytes of red, green and blue planes."""
     content = torch.from_numpy(np.fromfile(path, np.uint8).reshape(-1, 1 + 3 * 32 * 32))
-    return content[:, 1:].reshape(-1, 3, 32, 32).float() / 127.5 - 1, content[:, 0].long()
+    return scaled(content[:, 1:].reshape(-1, 3, 32, 32), Cifar10.raw_max), content[:, 0].long()
 
 
 _ADULT = "https://archive.ics.uci.edu/ml/machine-learning-databases/adult/"

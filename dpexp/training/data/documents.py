@@ -153,7 +153,7 @@ class Documents(_Texts):
             )
         super().__init__(path, test_path, tokenizer, length, text)
         self._unit, self._prompts, self._part = unit, list(prompts), with_name(part)
-        self._user = None if user is None else text_of(user)
+        self._user = text_of(user)
 
     @cached_property
     def train(self) -> Tokens:
@@ -166,7 +166,7 @@ class Documents(_Texts):
         named |= {self._part["column"]: "data.part.column"} if self._part else {}
         rows = in_part(f"data.path={self._path}", rows_of("data.path", self._path, self._text, named), self._part)
         data = self._encoded(rows)
-        if self._user is not None:
+        if self._user:
             codes = codes_of(texts_of(rows[self._user]))
             data.user_of = codes[self._sources].tolist()  # type: ignore[attr-defined]
         return data

@@ -274,22 +274,23 @@ class Joined:
         return torch.cat([by(x).flatten(1) for by in self._of], dim=1)
 
 
-class Mirrored:
-    """Another map's features of an image, averaged with those of its mirror image: to a linear model, two views."""
+class _Changed:
+    """Another map's features of images that are changed first."""
 
     def __init__(self, of: Map) -> None:
         self._of, self.at_once = as_map(of), getattr(of, "at_once", 1)
+
+
+class Mirrored(_Changed):
+    """Another map's features of an image, averaged with those of its mirror image: to a linear model, two views."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, c, H, W] -> [B, ...]."""
         return self._of(torch.cat([x, x.flip(-1)])).unflatten(0, (2, -1)).mean(0)
 
 
-class LumaAndChroma:
+class LumaAndChroma(_Changed):
     """Another map's features of a colour image's luma and two colour differences (ITU-R BT.601) in place of R, G, B."""
-
-    def __init__(self, of: Map) -> None:
-        self._of, self.at_once = as_map(of), getattr(of, "at_once", 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, 3, H, W] in [-1, 1] -> [B, ...]."""
@@ -298,15 +299,12 @@ class LumaAndChroma:
         return self._of(torch.stack([luma, (blue - luma) / 1.772, (red - luma) / 1.402], dim=1))
 
 
-class Deskewed:
+class Deskewed(_Changed):
     """Another map's features of images that are centred and sheared upright by their moments (LeCun et al. 1998,
     "Gradient-based learning applied to document recognition", section III: deslanting).
 
     The moments are those of x + 1: the background of images in [-1, 1] is -1.
     """
-
-    def __init__(self, of: Map) -> None:
-        self._of, self.at_once = as_map(of), getattr(of, "at_once", 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, c, H, W] -> [B, ...]."""

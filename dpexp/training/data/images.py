@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.rows import PlacedRows
 from dpexp.training.data.raw import RawData, check_columns, text_of
 
@@ -73,9 +73,7 @@ class Images(RawData):
         """x [N, …] of a column that holds images (a file's path or content) or lists of numbers."""
         check_columns("data", inputs, {self._input: "data.module.input"})
         values = [*inputs[self._input]]
-        x = self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
-        are_files = any(isinstance(value, str | bytes) for value in values)
-        return x if are_files or self.one_input is None else self.one_input.converted(x)
+        return self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
 
     def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
         """Where they are, their number, and a function of i that gives a record's value and class."""
@@ -106,7 +104,7 @@ class Images(RawData):
             except Exception as error:
                 if is_public:
                     which = value if isinstance(value, str | Path) else f"record {i}"
-                    reason = " ".join(str(error).split())[:200].rstrip(".")
+                    reason = in_one_line(error)[:200]
                     raise ConfigError(f"{where}: {which} cannot be read: {reason}.") from error
                 return False
             return True
@@ -220,6 +218,6 @@ def split_of(path: str | None, subset: str | None, split: str, *columns: str | N
     except ConfigError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".")
+        reason = in_one_line(error)[:200]
         wanted = " and ".join(map(str, columns))
         raise ConfigError(f"data.path={path}, split {split}: {wanted} cannot be read: {reason}.") from error

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dpexp.errors import ConfigError
 
-_WHOLE = "whole numbers"
 _SLACK = 0.25  # of the whole range, by which new inputs may exceed what the test set has
 
 
@@ -18,28 +17,29 @@ class OneInput:
 
     Attributes:
         shape: of one input; where it varies, of the first.
-        kind: numbers, or whole numbers, such as tokens.
+        is_whole: they are whole numbers, such as tokens.
         ends: the ranges of an input's smallest number, and of its largest.
         raw_max: see `TensorData`.
     """
 
     shape: Sequence[int]
-    kind: str
+    is_whole: bool
     ends: Sequence[Sequence[float]]
     raw_max: int | None = None
 
     @classmethod
     def of(cls, batches: Iterable[Tensor], raw_max: int | None = None) -> "OneInput":
-        """Of batches x [B, …] of finite numbers."""
-        first, *others = batches
-        kind = "numbers" if first.is_floating_point() else _WHOLE
-        low, high = torch.cat([*map(_ends, (first, *others))], 1).aminmax(dim=1)
-        return cls([*first.shape[1:]], kind, torch.stack([low, high], 1).tolist(), raw_max)
+        """Of batches x [B, …] of numbers."""
+        batches = [*batches]
+        low, high = torch.cat([*map(_ends, batches)], 1).aminmax(dim=1)
+        first = batches[0]
+        return cls([*first.shape[1:]], not first.is_floating_point(), torch.stack([low, high], 1).tolist(), raw_max)
 
     def __str__(self) -> str:
-        low, high = (f"from {start:.3g} to {stop:.3g}" for start, stop in self.ends)
+        (low, _), (_, high) = self.ends
+        kind = "whole numbers" if self.is_whole else "numbers"
         raw = f", or raw ones from 0 to {self.raw_max}" if self.raw_max else ""
-        return f"{self.kind} of shape {self.shape}, the smallest {low} and the largest {high}{raw}"
+        return f"{kind} of shape {self.shape} from {low:.3g} to {high:.3g}{raw}"
 
     def converted(self, x: Tensor) -> Tensor:
         """Inputs x [B, …] as the model takes them.
@@ -48,16 +48,14 @@ class OneInput:
             ConfigError: some are no such numbers, or most are unlike any input of the test set, as of another scale.
         """
         given = f"from {x.min():.3g} to {x.max():.3g}"
-        if self.raw_max and x.min() >= 0 and 1 < x.max() <= self.raw_max:
+        if self.raw_max and x.min() >= 0 and x.max() > 1:
             x = scaled(x, self.raw_max)
-        ends = _ends(x)
-        known = ends.new_tensor(self.ends)
+        usual, known = _ends(x).median(dim=1).values, torch.tensor(self.ends, dtype=torch.float64)
         slack = _SLACK * (known.max() - known.min())
-        fits = ((known[:, :1] - slack <= ends) & (ends <= known[:, 1:] + slack)).all(0)
-        is_kind = x.isfinite().all() and (self.kind != _WHOLE or not (x % 1).any())
-        if not is_kind or fits.float().mean() < 0.5:
+        is_like = (known[:, 0] - slack <= usual).all() and (usual <= known[:, 1] + slack).all()
+        if not (is_like and x.isfinite().all()) or (self.is_whole and (x % 1).any()):
             raise ConfigError(f"data: numbers {given} cannot be those of the test set, where one input is {self}.")
-        return x.long() if self.kind == _WHOLE else x.float()
+        return x.long() if self.is_whole else x.float()
 
 
 def scaled(x: Tensor, raw_max: int) -> Tensor:

@@ -18,15 +18,14 @@ from unicodedata import normalize
 
 import numpy as np
 import torch
-from pandas import NA, ArrowDtype, DataFrame, Series, StringDtype, factorize
+from pandas import NA, ArrowDtype, DataFrame, Series, factorize
 from pandas.io.common import get_handle
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from dpexp._lightning_compat import pl
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.training.classifier import scores_of
-from dpexp.training.data.inputs import OneInput
 
 _ARRAYS = (".npy", ".npz", ".pt")  # files of numbers
 _BATCH = 1000  # inputs that a model predicts for at once
@@ -34,11 +33,6 @@ _DELIMITERS = ",;\t|"
 _LONGEST = 2**31 - 1  # characters of a field in a CSV file
 _END = 'the"end'  # a line after all others, which is a row by itself unless a quote is open
 _HEADER = re.compile(r'\s*((?:"[^"]*"|[^"\r\n]+)*)')  # of CSV; a name in quotes may have several lines
-# What a file begins with -> how it is encoded; UTF-32 comes first, since its mark begins as that of UTF-16 does
-_MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}  # fmt: skip
 _BOOLEANS = {"true": "True", "TRUE": "True", "false": "False", "FALSE": "False"}  # a spreadsheet's, and pandas'
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
@@ -85,7 +79,6 @@ class RawData(InMemory):
     """
 
     _text: str | None = None  # the column of documents in a text file
-    one_input: OneInput | None = None  # of numbers, which a saved model knows from the test set
     example_file = "rows.csv"  # for `python -m dpexp predict`
 
     def input_in_words(self) -> str:
@@ -163,7 +156,7 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
     except UnicodeError as error:
         raise ConfigError(f"{key}={path} is {error}.") from error
     except Exception as error:  # each compression has its own
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
+        reason = getattr(error, "strerror", None) or in_one_line(error)[:200]
         raise ConfigError(f"{key}={path} cannot be read: {reason}.") from error
 
 
@@ -212,11 +205,12 @@ def content_of(file: Path, errors: str) -> str:
     """
     with get_handle(file, "rb", is_text=False, compression="infer") as source:
         content: bytes = source.handle.read()
-    encoding = next((name for mark, name in _MARKS.items() if content.startswith(mark)), None)
-    if encoding is None:
-        with suppress(UnicodeDecodeError):
+    encoding = "windows-1252"
+    with suppress(UnicodeDecodeError):
+        if not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return content.decode("utf-8-sig", errors)
-    raise UnicodeError(f"not in UTF-8; convert it, as by iconv -f {encoding or 'windows-1252'} -t utf-8")
+        encoding = "utf-16"
+    raise UnicodeError(f"not in UTF-8; convert it, as by iconv -f {encoding} -t utf-8")
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -289,11 +283,7 @@ def _series(column: Any) -> Series:
 
 def texts_of(values: Series) -> Series:
     """`text_of` each value."""
-    if not isinstance(values.dtype, StringDtype):
-        return values.astype(object).map(text_of).astype(str)
-    texts = values.fillna("").astype(str).str.normalize("NFC").str.strip().replace(_BOOLEANS)
-    may_be_float = texts.str.endswith(".0") | texts.str.contains("e+", regex=False)
-    return texts.where(~may_be_float, texts[may_be_float].map(text_of))
+    return values.astype(object).map(text_of).astype(str)
 
 
 def text_of(value: Any) -> str:

@@ -24,7 +24,7 @@ from pandas.util import hash_pandas_object
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, in_one_line
 from dpexp.rows import PlacedRows
 from dpexp.training.data.raw import (
     RawData,
@@ -112,38 +112,31 @@ class Table(RawData):
         check_columns("data", inputs, self._used)
         parts = self._parts(inputs)
         self._report("data", inputs, parts)
-        for name in self._used:
-            self._refuse_other_units(inputs[name], name)
         return torch.from_numpy(np.concatenate([*parts.values()], 1))
-
-    def _refuse_other_units(self, values: Series, name: str) -> None:
-        """Refuses a column of which most numbers are further from the middle of their range than it is wide."""
-        facts = self._columns[name]
-        if facts["kind"] == "number":
-            low, high = facts["min"], facts["max"]
-            far = np.abs(numbers_of(values, facts) - (low + high) / 2) > high - low
-            if far.mean() > 0.5:
-                raise ConfigError(
-                    f"data: in {far.sum()} of {len(far)} rows {name} is far from {low} to {high}, its range in "
-                    "data.schema; give it in the unit of the schema."
-                )
 
     def _parts(self, rows: DataFrame) -> dict[str, np.ndarray]:
         """The features [N, …] of each column."""
         return {name: _encoded(rows[name], self._columns[name]) for name in self._used}
 
     def _report(self, where: str, rows: DataFrame, parts: Mapping[str, np.ndarray], refuse: bool = False) -> None:
-        """Warns of values of public rows that are neither known nor missing. `refuse`: refuses columns without any."""
+        """Warns of values of public rows that are neither known nor missing. Refuses columns in another unit than the
+        schema's: most numbers are further from the middle of their range than it is wide. `refuse`: and those without
+        any known value."""
         said, unread = [], []
         for name, part in parts.items():
             facts = self._facts if name == self._target else self._columns[name]
             known = _known(part, facts)
             odd = present(rows[name][~known])
-            if not known.any():
+            if refuse and not known.any():
                 unread.append(_unread(rows, name, facts))
+            if facts["kind"] == "number":
+                low, high = facts["min"], facts["max"]
+                far = np.abs(numbers_of(rows[name], facts) - (low + high) / 2) > high - low
+                if far.sum() > len(rows) / 2:
+                    unread.append(f"in most rows {name} is far from {low:g} to {high:g}, its range in data.schema")
             if len(odd):
                 said.append(f"in {len(odd)} of {len(rows)} rows {name} is not {_wanted(facts)}: {cell_of(odd)}")
-        if refuse and unread:
+        if unread:
             raise ConfigError(f"{where}: {'; '.join(unread)}; correct data.schema or the file.")
         if said:
             advice = "They count as missing; data.schema may say how numbers and dates are written."
@@ -219,7 +212,7 @@ def _wanted(facts: Mapping[str, Any]) -> str:
 
 def _unread(rows: DataFrame, name: str, facts: Mapping[str, Any]) -> str:
     """That no public row has a value of a column, in words, with one that it has."""
-    return f"in no row is {name} {_wanted(facts)}, but {cell_of(present(rows[name]))}"
+    return f"in no row is {name} {_wanted(facts)}, but {cell_of(rows[name])}"
 
 
 def present(values: Series) -> Series:
@@ -228,8 +221,9 @@ def present(values: Series) -> Series:
     return texts[~texts.str.lower().isin(MISSING)]
 
 
-def cell_of(texts: Series) -> str:
-    """The first one of public texts, for a message."""
+def cell_of(values: Series) -> str:
+    """The first one of public values that is not missing, for a message."""
+    texts = present(values)
     return repr(texts.iloc[0][:40]) if len(texts) else "all are missing"
 
 
@@ -249,22 +243,16 @@ def _plain_number(value: Any, facts: Mapping[str, Any]) -> str:
     """A number as Python writes it, of a text that is written as a column's facts say."""
     if not isinstance(value, str):
         return text_of(value)
-    decimal, thousands = facts.get("decimal") or ".", facts.get("thousands") or ""
-    head, point, tail = _without_unit(stripped(value), facts).partition(decimal)
+    decimal, thousands, unit = facts.get("decimal") or ".", facts.get("thousands") or "", facts.get("unit") or ""
+    unit = rf"({re.escape(unit)})?"  # stands on either side, also within a sign or parentheses, but between no digits
+    text = re.sub(rf"(?<![\d\s]){unit}\s*|\s*{unit}(?!\s*\d)", "", stripped(value))
+    if facts.get("negative"):
+        text = re.sub(r"^\((.*)\)$", r"-\1", text)
+    head, point, tail = text.partition(decimal)
     sign = r"\s" if thousands.isspace() else re.escape(thousands)
     if thousands and re.fullmatch(rf"[+-]?\d{{1,3}}({sign}\d{{3}})+", head):
         head = re.sub(sign, "", head)
     return "" if "." in head + tail else f"{head}.{tail}" if point else head
-
-
-def _without_unit(text: str, facts: Mapping[str, Any]) -> str:
-    """The text of a number without its unit, which may stand within or outside a sign or parentheses."""
-    unit = facts.get("unit") or ""
-    text = text.removeprefix(unit).removesuffix(unit).strip()
-    if facts.get("negative") and text.startswith("(") and text.endswith(")"):
-        text = f"-{text[1:-1]}"
-    sign = text[:1] if text[:1] in "+-" else ""
-    return sign + text.removeprefix(sign).strip().removeprefix(unit).removesuffix(unit).strip()
 
 
 def _days(value: Any, form: str | None = None) -> float:
@@ -303,11 +291,10 @@ def facts_of(
     if content.get("released"):
         raise ConfigError(f"{schema}: released={content['released']} is no longer accounted for; fill in public facts.")
     counted = ["rows"] if person == "row" else ["rows", "persons"]
-    counts = {key: _value(content.get(key)) for key in counted}
     wrong = [
-        f"{key}={count} must be the published number of training {key}"
-        for key, count in counts.items()
-        if not isinstance(count, int) or count < 1
+        f"{key}={content.get(key)} must be the published number of training {key}"
+        for key in counted
+        if not re.fullmatch("[1-9][0-9]*", str(content.get(key)))
     ]
     if wrong_columns := {name: said for name, facts in columns.items() if (said := _wrong(facts, name == target))}:
         wrong += _with_cells(wrong_columns, columns, test_path)
@@ -318,9 +305,9 @@ def facts_of(
     if not features:
         raise ConfigError(f"{schema}: all columns but the target are ignored.")
     return {
-        "columns": columns, "n": counts["rows"], "users": counts.get("persons"),
+        "columns": columns, "n": int(content["rows"]), "users": int(content["persons"]) if counted[1:] else None,
         "shape": [features], "classes": len(columns[target].get("values") or [0]),
-        "unsafe": bool(_value(content.get("unsafe"))),
+        "unsafe": text_of(content.get("unsafe") or False) != "False",
     }  # fmt: skip
 
 
@@ -329,7 +316,7 @@ def _read_schema(schema: str) -> dict[str, Any]:
     try:
         content = yaml.load(Path(os.path.expanduser(schema)).read_bytes(), yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        reason = getattr(error, "strerror", None) or in_one_line(error)[:200]
         raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
     columns = content.get("columns") if isinstance(content, dict) else None
     if not isinstance(columns, dict) or not columns:
@@ -337,11 +324,11 @@ def _read_schema(schema: str) -> dict[str, Any]:
     return content | {"columns": {text_of(name): facts for name, facts in columns.items()}}
 
 
-def _value(word: Any) -> Any:
-    """The number or truth value that a word of a schema is."""
-    with suppress(yaml.YAMLError, AttributeError, ValueError):
-        return yaml.safe_load(word)
-    return word
+def _number(word: Any) -> float:
+    """The number that a word of a schema is; NaN if it is none."""
+    with suppress(TypeError, ValueError):
+        return float(word)
+    return np.nan
 
 
 def _wrong(facts: Any, is_target: bool) -> str:
@@ -360,15 +347,17 @@ def _wrong(facts: Any, is_target: bool) -> str:
             return f": decimal={decimal} and thousands={thousands} must be two signs, as '.' and ','"
         if not re.match(r"[^\d\s.,()+-]", unit) or facts.get("negative", "()") != "()":
             return f": unit={unit} must be a word or a sign, as € or %, and negative, if given, ()"
-        facts["min"], facts["max"] = low, high = _value(facts["min"]), _value(facts["max"])
-        if not all(isinstance(x, int | float) and np.isfinite(x) for x in (low, high)) or not low < high:
-            return f": min={low} and max={high} must be numbers, the first the smaller one"
     elif kind == "date":
-        form, low, high = str(facts.get("format", "%Y")), str(facts["min"]), str(facts["max"])
+        form = str(facts.get("format", "%Y"))
         if "%" not in form or np.isnan(_days(date(2024, 1, 31).strftime(form), form)):
             return f".format={form} must be a format of strptime, as %d.%m.%Y"
-        if not _days(low) < _days(high):
-            return f": min={low} and max={high} must be dates, as 2024-01-31, the first the earlier"
+    if "min" in KINDS[kind]:
+        low, high = (_number(facts[key]) if kind == "number" else _days(facts[key]) for key in ("min", "max"))
+        if not -np.inf < low < high < np.inf:
+            example = "-0.5 and 9" if kind == "number" else "1999-01-31 and 2024-12-31"
+            return f": min={facts['min']} and max={facts['max']} must be {kind}s, the smaller one first, as {example}"
+        if kind == "number":
+            facts |= {"min": low, "max": high}
     elif kind == "category":
         values = facts["values"]
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
@@ -381,13 +370,12 @@ def _wrong(facts: Any, is_target: bool) -> str:
 
 def _with_cells(wrong: Mapping[str, str], columns: Mapping[str, Any], test_path: str | None) -> list[str]:
     """What is wrong of each column, and which others no row of the test file has, each with a cell of that file."""
-    if test_path is None:
-        return [f"columns.{name}{reason}" for name, reason in wrong.items()]
-    rows, said = rows_of("data.test_path", test_path), []
+    rows = DataFrame() if test_path is None else rows_of("data.test_path", test_path)
+    said = []
     for name, facts in columns.items():
         if name in wrong:
-            cell = cell_of(present(rows[name])) if name in rows else "no such column"
-            said.append(f"columns.{name}{wrong[name]} ({cell} in {test_path})")
+            cell = f" ({cell_of(rows[name])} in {test_path})" if name in rows else ""
+            said.append(f"columns.{name}{wrong[name]}{cell}")
         elif name in rows and facts["kind"] != "ignored" and not _known(_encoded(rows[name], facts), facts).any():
             said.append(_unread(rows, name, facts))
     return said
