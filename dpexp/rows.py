@@ -40,14 +40,18 @@ def as_dataset(data: Any, dtype: torch.dtype) -> Any:
     """
     is_tuple = isinstance(data, tuple) and bool(data) and all(getattr(part, "ndim", 0) for part in data)
     if is_tuple and len({*map(len, data)}) == 1:
-        tensors = [torch.as_tensor(part if isinstance(part, Tensor) else np.array(part)) for part in data]
-        return TensorDataset(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
+        given = [part if isinstance(part, Tensor) else np.asarray(part) for part in data]
+        tensors = [torch.as_tensor(np.array(part)) if isinstance(part, np.ndarray) else part for part in given]
+        rows = TensorDataset(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
+        vars(rows)["given"] = given  # of which the tensors may be copies; a step must read neither
+        return rows
+    got = f"parts of {[*map(len, data)]} rows" if is_tuple else f"a {type(data).__name__}"
     has_no_place = hasattr(data, "keys") or not hasattr(data, "__getitem__")
     if is_tuple or (has_no_place and not isinstance(data, Dataset)):
         raise ConfigError(
             "private.rounds draws records by itself, from a data set whose record i is data[i] (of a DataLoader: "
-            "loader.dataset), or from a tuple of arrays or tensors of equally many rows, (X, y); it got a "
-            f"{type(data).__name__}."
+            "loader.dataset), or from a tuple of arrays or tensors of equally many rows, (X, y); it got "
+            f"{got}."
         )
     return data
 

@@ -262,9 +262,9 @@ def with_earlier(earlier: Sequence[Ledger | None], own: Ledger, delta: float) ->
     known = [ledger for ledger in earlier if ledger is not None]
     try:
         spent = up(max(epsilon(one, delta) for one in _together([*known, own])), 4)
-        if len(known) < len(earlier):
-            spent = f"more than {spent}, by an unknown amount"
-        return f"{together}, ε = {spent}"
+        lost = len(earlier) - len(known)
+        uncovered = f" ({lost} not covered: without privacy, or without a ledger)" if lost else ""
+        return f"{together}, ε = {spent}{uncovered}"
     except ConfigError:  # they have different adjacencies
         return f"{together} no single ε can be stated"
 

@@ -86,6 +86,8 @@ class Private(PrivateTraining):
         Raises:
             ConfigError: the model, the optimizer or the data cannot be trained on privately, or a round had no `step`.
         """
+        if collate_fn is not None and not callable(collate_fn):
+            raise ConfigError("private.rounds takes one data set, as the tuple (X, y), and then a collate_fn.")
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         loader = DataLoader(as_dataset(dataset, dtype), collate_fn=collate_fn, num_workers=num_workers)
         return Rounds(self, self._samples(loader))

@@ -153,7 +153,7 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
     Returns:
         A sorted frame, and those of its columns that distinguish the rows. The others are label; run_id, name, data,
         model, level, cost, delta and knob of the first run; the number of runs; the largest epsilon; the means of
-        test_accuracy, knob_value and test_loss; the runs' accuracies; and the margin of their mean.
+        test_accuracy, test_auc, knob_value and test_loss; the runs' accuracies; and the margin of their mean.
     """
     table = settings(trials)
     by = distinguishing(table, first)
@@ -167,6 +167,7 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
         margin=("test_accuracy", margin),
         knob_value=("knob_value", "mean"),
         test_loss=("test_loss", "mean"),
+        test_auc=("test_auc", "mean"),
         runs=("run_id", "size"),
     )
     varied = table.loc[groups.head(1).index, by].reset_index(drop=True)
@@ -223,13 +224,17 @@ def summary(trials: DataFrame) -> DataFrame:
     table[name] = [measured(score, mean) for mean in points[score]]
     if points["margin"].notna().any():
         table["± (95 %)"] = ["" if math.isnan(half) else f"{half:.2%}" for half in points["margin"]]
+    if points["test_auc"].notna().any():  # which tells what was learnt of a rare class
+        table["AUC"] = [f"{mean:.3f}" for mean in points["test_auc"]]
     return table.assign(runs=points["runs"].astype(str))
 
 
 def compact(trials: DataFrame) -> DataFrame:
     """A row for each trial: what was varied, its seed, cost, scores and MLflow run; no empty columns."""
     table = settings(trials)
-    facts = trials[["seed", "status", "error", "private", "epsilon", "epsilon_planned", "delta", *SCORES, "run_id"]]
+    facts = trials[
+        ["seed", "status", "error", "private", "epsilon", "epsilon_planned", "delta", *SCORES, "test_auc", "run_id"]
+    ]
     found = table[distinguishing(table, VARIED_FIRST)].join(facts)
     return found.replace(["", _UNSET], None).dropna(axis="columns", how="all")
 

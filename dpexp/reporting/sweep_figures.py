@@ -76,7 +76,8 @@ def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
         interval = ""
         if y == "test_accuracy" and points["margin"].notna().any():
             interval = ", mean ± 95 % interval"
-            axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))  # the interval of few runs reaches beyond
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(max(-0.02, bottom), min(1.02, top))  # the interval of few runs reaches beyond
         axes.set(xlabel=by_x, ylabel=names[y] + interval)
         if y == "knob_value":
             axes.set_title(WHY.get(knob, ""), fontsize="small", wrap=True)

@@ -216,13 +216,15 @@ def _released(estimates: MetricEstimates) -> Iterator[str]:
 def print_resumed(
     plan: PrivacyPlan, output: Path, delta: float, accountant: str, done: int, at_end: Ledger | None
 ) -> None:  # fmt: skip
-    """Prints after how many rounds a job goes on, the ε of its ledger, and that of its end if it repeats rounds."""
+    """Prints after how many rounds a job goes on, the ε of its ledger, and that of its end if it exceeds the plan's."""
     spent = epsilon(ledger_so_far(output / "ledger.jsonl"), delta, accountant)
     _print(f"[bold]Resuming[/] at round {done} of {plan.rounds}, ε = {up(spent, 4)} spent at δ = {up(delta, 4)}")
-    if at_end and (again := at_end.training_rounds - plan.rounds) > 0:
+    if at_end and (most := epsilon(at_end, delta, accountant)) > epsilon(plan.ledger(), delta, accountant):
+        again = at_end.training_rounds - plan.rounds
+        why = f"{again} rounds after the checkpoint were released, and are lost: they are done again"
         _print(
-            f"{again} rounds after the checkpoint were released, and are lost: they are done again, so the job will "
-            f"end at ε ≤ {up(epsilon(at_end, delta, accountant), 4)}. checkpoint.every_n_rounds bounds how many."
+            f"{why if again > 0 else 'The interrupted epoch or block counts as a whole'}, so the job will end at "
+            f"ε ≤ {up(most, 4)}. checkpoint.every_n_rounds bounds how much is lost."
         )
 
 
@@ -362,8 +364,8 @@ def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighte
         found = f"{recalls[missed]:.1%}" if recalls[missed] else "none"
         _print(
             f"[bold]It ranks the classes (AUC {auc:.2f}; chance is 0.5), but at the threshold 0.5 it finds {found} of "
-            f"{escape(missed)}[/]: preprocessing=\\[class_counts] "
-            "data.class_weights=counts, or choose a threshold on test rows."
+            f"{escape(missed)}[/]: give public data.class_weights, as \\[1, 10], or =counts with "
+            "preprocessing=\\[class_counts], or choose a threshold on test rows."
         )
 
 

@@ -39,8 +39,8 @@ def output_of(uri: str, run_id: str) -> Path:
 PAGE = 1000  # runs per request
 PARENT_RUN = "mlflow.parentRunId"  # a tag
 _NUMBERS = (
-    "epsilon", "epsilon_planned", "test_accuracy", "test_loss", "noise_multiplier", "sampling_rate", "knob_value",
-    "delta", *FIGURES,
+    "epsilon", "epsilon_planned", "test_accuracy", "test_auc", "test_loss", "noise_multiplier", "sampling_rate",
+    "knob_value", "delta", *FIGURES,
 )  # fmt: skip
 _TAGS = (
     "data", "model", "group", "mechanism", "clip_norm", "alpha", "clip_rule", "allocation", "sampling", "adjacency",

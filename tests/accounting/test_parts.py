@@ -140,8 +140,8 @@ def test_a_figure_of_disjoint_parts_is_refused(written, tmp_path):
 def test_a_run_tells_what_it_costs_with_earlier_ones_on_other_parts():
     one, other = on(0, 0.5), on(0.5, 1, z=1.0)
     assert with_earlier([one], other, 1e-5) == f"with 1 earlier run on these data, ε = {up(epsilon(other, 1e-5), 4)}"
-    at_least = f"ε = more than {up(epsilon(other, 1e-5), 4)}, by an unknown amount"
-    assert with_earlier([one, None], other, 1e-5) == f"with 2 earlier runs on these data, {at_least}"
+    covered = f"ε = {up(epsilon(other, 1e-5), 4)} (1 not covered: without privacy, or without a ledger)"
+    assert with_earlier([one, None], other, 1e-5) == f"with 2 earlier runs on these data, {covered}"
 
 
 def test_a_job_says_how_its_data_are_known():

@@ -72,7 +72,7 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
     table = {row[0].partition("privacy.epsilon=")[2]: row for row in page.rows if "privacy.epsilon=" in row[0]}
     assert table["1"][1] == up(result_of(folder / "0")["epsilon"]["pld"], 4) and table["1"][3] == "3"
     assert table["1"][4] == f"{result_of(folder / '0')['metrics']['test_accuracy']:.2%}"
-    assert table["inf"][1:4] == ["not private", "", "3"] and table["8"][1:] == ["not finished", "", "", ""]
+    assert table["inf"][1:4] == ["not private", "", "3"] and table["8"][1:] == ["not finished", "", "", "", ""]
     ledgers = [read_ledger(folder / name / "ledger.jsonl") for name in ("0", "2")]
     together = up(epsilon(concatenate(ledgers), 1e-4), 4)
     assert f"with 1 earlier run on these data, ε = {together} at δ = 0.0001. It covers no run that is" in page.text
@@ -101,7 +101,7 @@ def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(
     dpexp_job("report", str(tmp_path / "1"), "out=new/x.html")
     with pytest.raises(SystemExit, match=r"^dpexp: out=new cannot be read or written: Is a directory"):
         dpexp_job("report", str(tmp_path / "1"), "out=new")
-    with pytest.raises(SystemExit, match=r"^dpexp: /proc/x\.html cannot be read or written: No such file"):
+    with pytest.raises(SystemExit, match=r"^dpexp: out=/proc/x\.html cannot be read or written: No such file"):
         dpexp_job("report", str(tmp_path / "1"), "out=/proc/x.html")
 
 

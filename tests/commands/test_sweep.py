@@ -75,7 +75,7 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store, monkeypatc
     table = Path(store.client.download_artifacts(parent.info.run_id, "trials.csv", str(tmp_path))).read_text()
     rows = list(csv.DictReader(io.StringIO(table)))
     columns = "privacy.noise_multiplier seed status private epsilon epsilon_planned delta test_accuracy test_loss"
-    assert [*rows[0]] == [*columns.split(), "knob_value", "run_id"]
+    assert [*rows[0]] == [*columns.split(), "knob_value", "test_auc", "run_id"]
     assert {row["run_id"] for row in rows} == {run.info.run_id for run in trials}
     of = {z: [row for row in rows if float(row["privacy.noise_multiplier"]) == z] for z in (2, 4)}
     means = {z: np.mean([float(row["test_accuracy"]) for row in own]) for z, own in of.items()}

@@ -208,6 +208,29 @@ def test_arrays_and_tensors_are_taken_as_a_data_set(tmp_path, data):
         assert torch.equal(own, given)
 
 
+def test_arrays_that_are_no_data_set_are_refused_before_a_round(tmp_path):
+    loop = Loop(tmp_path / "ledger.jsonl")
+    with pytest.raises(dpexp.ConfigError, match=rf"it got parts of \[{len(X)}, {len(Y) - 1}\] rows\."):
+        loop.private.rounds((X, Y[1:]))
+    with pytest.raises(dpexp.ConfigError, match=r"takes one data set, as the tuple \(X, y\)"):
+        loop.private.rounds(X, Y)
+
+
+@pytest.mark.parametrize("of_arrays", [False, True])
+def test_a_step_that_reads_the_arrays_it_trains_on_is_refused(tmp_path, of_arrays):
+    """Also where the records are copies of them, in another type."""
+    x, y = X.double(), Y
+    given = (x.numpy(), y.numpy()) if of_arrays else (x, y)
+
+    def centred(model, record):
+        return F.cross_entropy(model(record[0] - x.mean(0).float()), record[1])
+
+    loop = Loop(tmp_path / "ledger.jsonl")
+    with pytest.raises(dpexp.ConfigError, match="reads the training data itself"):
+        for sample in loop.private.rounds(given):
+            loop.private.step(centred, sample)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -216,10 +239,9 @@ def test_arrays_and_tensors_are_taken_as_a_data_set(tmp_path, data):
         map(tuple, X),
         {"x": X, "y": Y},
         Frame(),
-        (X, Y[1:]),
         None,
     ],
-    ids=["a loader", "its iterator", "an iterator", "a dict", "a frame", "unequal arrays", "nothing"],
+    ids=["a loader", "its iterator", "an iterator", "a dict", "a frame", "nothing"],
 )
 def test_what_has_no_record_at_a_place_is_refused_before_a_round(tmp_path, data):
     loop = Loop(tmp_path / "ledger.jsonl")

@@ -30,9 +30,9 @@ from dpexp.training.classifier import scores_of
 _ARRAYS = (".npy", ".npz", ".pt")  # files of numbers
 _BATCH = 1000  # inputs that a model predicts for at once
 _DELIMITERS = ",;\t|"
+_QUOTED = re.compile(rf'(^|[{_DELIMITERS}]) *"(?:[^"]|"")*("|$)')  # a name in quotes, which begins a field
 _LONGEST = 2**31 - 1  # characters of a field in a CSV file
 _END = 'the"end'  # a line after all others, which is a row by itself unless a quote is open
-_HEADER = re.compile(r'\s*((?:"[^"]*"|[^"\r\n]+)*)')  # of CSV; a name in quotes may have several lines
 _BOOLEANS = {"true": "True", "TRUE": "True", "false": "False", "FALSE": "False"}  # a spreadsheet's, and pandas'
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)[.]0|-?[1-9]([.][0-9]{1,16})?e[+](1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-8])")
 
@@ -82,7 +82,7 @@ class RawData(InMemory):
     example_file = "rows.csv"  # for `python -m dpexp predict`
 
     def input_in_words(self) -> str:
-        return f"a row with the columns {', '.join(self.example())}"
+        return f"a row with the columns {', '.join(map(repr, self.example()))}"
 
     def read_inputs(self, path: Path) -> DataFrame:
         """New inputs in a file, one per row; by default a table."""
@@ -147,7 +147,7 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
         elif text is None or ".csv" in kinds:
             rows = _csv(f"{key}={path}", file, named is None)
         else:
-            texts = re.split(r"\n(?:[ \t]*\n)+", content_of(file, "replace").replace("\r\n", "\n"))
+            texts = re.split(r"\n(?:[ \t]*\n)+", content_of(file, "replace", has_header=False).replace("\r\n", "\n"))
             rows = DataFrame({text: [one.strip() for one in texts if one.strip(" \t\n")]}, dtype=object)
         check_columns(f"{key}={path}", rows, named or {})
         return rows
@@ -169,7 +169,7 @@ def _parquet(where: str, file: Path) -> DataFrame:
 
 
 def _json(file: Path, named: Mapping[str, str] | None) -> DataFrame:
-    lines = content_of(file, "replace").removesuffix("\n").split("\n")
+    lines = content_of(file, "replace", has_header=False).removesuffix("\n").split("\n")
     found = [_parsed(line) for line in lines if named is not None or line.strip()]
     return DataFrame(found, columns=[*named] if named else None, dtype=object)
 
@@ -197,17 +197,20 @@ def _csv(where: str, file: Path, is_public: bool) -> DataFrame:
     return DataFrame(rows[:-1], columns=names, dtype=str)
 
 
-def content_of(file: Path, errors: str) -> str:
+def content_of(file: Path, errors: str, has_header: bool = True) -> str:
     """The text in a file, which may be compressed.
 
+    Args:
+        has_header: the first bytes belong to no record, and are refused if they say that all is in UTF-16.
+
     Raises:
-        UnicodeError: its first bytes say that it is in another encoding than UTF-8, or `errors` is strict, and a byte.
+        UnicodeError: it is not in UTF-8, as those say, or, if `errors` is strict, any byte.
     """
     with get_handle(file, "rb", is_text=False, compression="infer") as source:
         content: bytes = source.handle.read()
     encoding = "windows-1252"
     with suppress(UnicodeDecodeError):
-        if not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if not (has_header and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))):
             return content.decode("utf-8-sig", errors)
         encoding = "utf-16"
     raise UnicodeError(f"not in UTF-8; convert it, as by iconv -f {encoding} -t utf-8")
@@ -222,10 +225,12 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def delimiter_of(content: str) -> str:
-    """The delimiter that is most often in the header of a CSV file, outside quotes."""
-    header = _HEADER.match(content)
-    assert header is not None  # it matches any text
-    return max(_DELIMITERS, key=re.sub('"[^"]*"', "", header[1]).count)
+    """The delimiter that is most often in the first line of a CSV file, outside quotes.
+
+    Of the header alone: what follows are records, which must not change how others are read.
+    """
+    header = content.lstrip("\r\n").partition("\n")[0]
+    return max(_DELIMITERS, key=_QUOTED.sub(r"\1", header).count)
 
 
 def check_columns(where: str, rows: DataFrame, named: Mapping[str, str]) -> None:

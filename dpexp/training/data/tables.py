@@ -139,7 +139,7 @@ class Table(RawData):
         if unread:
             raise ConfigError(f"{where}: {'; '.join(unread)}; correct data.schema or the file.")
         if said:
-            advice = "They count as missing; data.schema may say how numbers and dates are written."
+            advice = "They count as missing, unless data.schema has such values, or says how they are written."
             warnings.warn(f"{where}: {'; '.join(said)}. {advice}")
 
     def decode(self, outputs: Tensor) -> Tensor:
