@@ -195,7 +195,9 @@ def test_values_of_test_rows_that_cannot_be_read_are_counted_and_those_of_traini
         _ = of().test
     (said,) = {str(one.message) for one in told if "data.test_path" in str(one.message)}
     assert "data.test_path=test.csv: in 7 of 60 rows age is not a number: '1,234'; " in said
-    assert "; in 1 of 60 rows colour is not one of red, blue: 'green'. " in said and said.endswith("or says how they are written.")
+    assert "; in 1 of 60 rows colour is not one of red, blue: 'green'. " in said and said.endswith(
+        "or says how they are written."
+    )
     with pytest.warns(UserWarning, match="data: in 7 of 60 rows age is not a number"):
         of().encode(of().read_inputs(table / "test.csv"))
     with warnings.catch_warnings():

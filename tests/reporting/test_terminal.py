@@ -1,0 +1,21 @@
+"""What the terminal says of a job that goes on."""
+
+from plans import plan_of
+from torch import nn
+
+from dpexp import epsilon
+from dpexp.accounting.ledger.writer import LedgerWriter
+from dpexp.accounting.rounding import up
+from dpexp.reporting.terminal import print_resumed
+
+
+def test_a_resumed_job_says_at_which_epsilon_it_ends_unless_that_is_the_plans(tmp_path, capsys):
+    """Also where no round is lost, but an epoch that was broken off counts as a whole."""
+    plan, dearer = (plan_of(nn.Linear(2, 1), n=100, q=0.1, noise_multiplier=z, steps=20) for z in (2.0, 1.5))
+    LedgerWriter(tmp_path / "ledger.jsonl", plan.adjacency).close()
+    most = up(epsilon(dearer.ledger(), 1e-3), 4)
+    for at_end, said in ((dearer.ledger(), f"so the job will end at ε ≤ {most}."), (plan.ledger(), ""), (None, "")):
+        print_resumed(plan, tmp_path, 1e-3, "pld", 7, at_end)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.startswith("Resuming at round 7 of 20") and printed.count("will end") == bool(said)
+        assert said in printed
