@@ -22,10 +22,10 @@ OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
     "allocation", "data.features_of", "batchnorm",
 )  # fmt: skip
-# Keys of data that are read whatever its module is
+# Keys of data that are read whatever its module is, and the folder that sweeps over several data sets share
 OF_ALL_DATA = (
     "data.id", "data.n", "data.users", "data.shape", "data.classes", "data.class_weights", "data.pad_to", "data.unsafe",
-    "data.features_of", "data.cache", "data.module",
+    "data.features_of", "data.cache", "data.module", "data.root",
 )  # fmt: skip
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED_LEDGER)
 # Options of Lightning's Trainer that are refused -> what to give instead, or why

@@ -92,7 +92,7 @@ class Processes:
             if failure is None:
                 rank, (own, text) = next((rank, found) for rank, found in enumerate(messages) if found is not None)
                 # A cause marks a message that is not dpexp's own and may quote a record.
-                raise ConfigError(f"process {rank} of {self.count} stopped: {text}") from (
+                raise ConfigError(f"process {rank} of {self.count} stopped: {text}.") from (
                     None if own else RuntimeError(text)
                 )
         if failure is not None:

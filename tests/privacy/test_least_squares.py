@@ -243,7 +243,7 @@ def test_a_job_of_no_rounds_is_accounted_certified_and_used(dpexp_job, tmp_path,
     certificate([str(output)])
     assert verify([str(output / "ledger.certificate.json")]) is None
     assert "Verified" in capsys.readouterr().out
-    x = torch.randn(5, 1, 8, 8)
+    x = 2 * torch.rand(5, 1, 8, 8) - 1
     np.save(tmp_path / "x.npy", x.numpy())
     table = predict([str(output), f"data={tmp_path / 'x.npy'}"])
     assert np.allclose(table.iloc[:, 1:], dpexp.load(output)(x).softmax(1), atol=1e-6)

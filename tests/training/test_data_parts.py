@@ -166,5 +166,5 @@ def test_a_part_that_is_no_function_of_the_privacy_unit_is_refused_in_one_senten
 
 
 def test_data_without_an_id_have_no_parts(dpexp_job):
-    with pytest.raises((SystemExit, ConfigError), match=r"is no option of dpexp\.training\.data\.\w+; choose data=csv"):
+    with pytest.raises((SystemExit, ConfigError), match=r"data\.part=.* no such key, as data=csv"):
         dpexp_job("data=digits", FIRST, "data.id=d")
