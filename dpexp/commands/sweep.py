@@ -199,7 +199,7 @@ class Sweep:
         # Private selection is accounted for one winner, of all trials.
         apart = () if self.parent.facts.get("selects") else ("data", "cost")
         tops = {} if frame.empty else best_of_trials(frame, apart)
-        lines = [f"{len(frame)} trials, {len(frame) - len(failed)} finished."]
+        lines = [f"{len(frame)} trial{'s' * (len(frame) != 1)}, {len(frame) - len(failed)} finished."]
         lines += [f"{r['status']} {r['name']}: {r['error'] or 'no reason known'}" for _, r in failed.iterrows()]
         if len(failed):
             lines.append(f"What has not finished is done by the same command with hydra.sweep.dir={self._output}")

@@ -5,7 +5,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -114,7 +114,8 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
         if plan and cfg.data.id is not None and not cfg.checkpoint.resume:
             together = with_earlier(others, plan.ledger(), cfg.privacy.delta)
-            terminal.console.print(_on_these_data(cfg, together), soft_wrap=True, markup=False)
+            for line in _on_these_data(cfg, together):
+                terminal.console.print(line, soft_wrap=True, markup=False)
         terminal.print_trained_parameters(job.module)
     else:
         said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"
@@ -161,12 +162,12 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     return objective(cfg, result)
 
 
-def _on_these_data(cfg: DictConfig, together: str) -> str:
-    """What a job and earlier ones spend together, in words, and how their data are known."""
-    spent = f"After this job, {together}." if together else "No earlier run on these data is known."
+def _on_these_data(cfg: DictConfig, together: str) -> Iterator[str]:
+    """What a job and earlier ones spend together, in words, and how the data are known, if their path is their name."""
+    if together:
+        yield f"After this job, {together}."
     if "id: ${resolved:" in OmegaConf.to_yaml(cfg):
-        return f"{spent} The data are known by their path, {cfg.data.id}; data.id names them wherever they are."
-    return spent
+        yield f"Earlier runs are known by the path {cfg.data.id}; data.id names the data wherever they are."
 
 
 def _check(cfg: DictConfig) -> None:

@@ -147,11 +147,14 @@ def test_a_run_tells_what_it_costs_with_earlier_ones_on_other_parts():
 def test_a_job_says_how_its_data_are_known():
     register()
     by_path = OmegaConf.create({"data": {"path": "/a[b]/rows.csv", "id": "${resolved:${data.path}}"}})
-    path = "The data are known by their path, /a[b]/rows.csv; data.id names them wherever they are."
-    assert _on_these_data(by_path, "") == f"No earlier run on these data is known. {path}"
-    assert _on_these_data(by_path, "with 1 earlier run, ε = 4") == f"After this job, with 1 earlier run, ε = 4. {path}"
+    path = "Earlier runs are known by the path /a[b]/rows.csv; data.id names the data wherever they are."
+    assert [*_on_these_data(by_path, "")] == [path]
+    assert [*_on_these_data(by_path, "with 1 earlier run, ε = 4")] == [
+        "After this job, with 1 earlier run, ε = 4.",
+        path,
+    ]
     by_path.data.id = "rows"
-    assert _on_these_data(by_path, "") == "No earlier run on these data is known."
+    assert [*_on_these_data(by_path, "")] == []
 
 
 def test_a_ledger_keeps_its_part_and_is_continued_only_on_it(tmp_path):
