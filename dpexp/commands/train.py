@@ -108,15 +108,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     reserved = _reserved_ledger(cfg, plan, output) if plan else None
     others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
     if trial is None:
-        if plan and cfg.checkpoint.resume:
-            done = rounds_done(output / CHECKPOINT)
-            terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), done, reserved)
-        terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
-        if plan and cfg.data.id is not None and not cfg.checkpoint.resume:
-            together = with_earlier(others, plan.ledger(), cfg.privacy.delta)
-            for line in _on_these_data(cfg, together):
-                terminal.console.print(line, soft_wrap=True, markup=False)
-        terminal.print_trained_parameters(job.module)
+        _print_beginning(cfg, job, output, reserved, others)
     else:
         said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"
         warnings.filterwarnings("ignore", "|".join((*said, "without privacy, training ends")))
@@ -160,6 +152,22 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     else:
         terminal.print_trial(trial, result)
     return objective(cfg, result)
+
+
+def _print_beginning(
+    cfg: DictConfig, job: "_Job", output: Path, reserved: Ledger | None, others: Sequence[Ledger | None]
+) -> None:  # fmt: skip
+    """Prints where a resumed job goes on, the plan, earlier runs on the same data, and what is trained."""
+    plan, goes_on = job.plan, cfg.checkpoint.resume
+    if plan and goes_on:
+        done = rounds_done(output / CHECKPOINT)
+        terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), done, reserved)
+    terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
+    if plan and cfg.data.id is not None and not goes_on:
+        together = with_earlier(others, plan.ledger(), cfg.privacy.delta)
+        for line in _on_these_data(cfg, together):
+            terminal.console.print(line, soft_wrap=True, markup=False)
+    terminal.print_trained_parameters(job.module)
 
 
 def _on_these_data(cfg: DictConfig, together: str) -> Iterator[str]:

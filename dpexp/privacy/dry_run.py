@@ -85,7 +85,7 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
     private = step.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private
     compared = ""
-    if chunk.step.is_users:
+    if chunk.step.by_user:
         with suppress(Exception), own_randomness(device, key), chunk.step.stand_in() as own:  # it may refuse a batch
             batch = _as_batch(records)
             plain = seconds(lambda: torch.autograd.grad(own.loss(batch), trained, allow_unused=True), device)

@@ -174,6 +174,16 @@ def refuse_other_sizes(module: nn.Module, plan: PrivacyPlan) -> None:
             )
 
 
+def warn_of_noise(plan: PrivacyPlan) -> None:
+    """Warns if the noise of each weight exceeds the sum of all clipped gradients of a sample of the expected size."""
+    if plan.rounds and plan.noise_multiplier > plan.sampling.q * plan.n:
+        warnings.warn(
+            f"z = {plan.noise_multiplier:.4g} is so much noise that little can be learnt: in each round, that of every "
+            "weight is larger than all clipped gradients together can be. Give a larger privacy.epsilon, or a smaller "
+            "privacy.noise_multiplier, or more records."
+        )
+
+
 def refuse_callbacks(trainer: pl.Trainer) -> None:
     """Refuses callbacks that train on raw batches, reveal the sample's size, or change what is trained."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

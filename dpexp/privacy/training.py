@@ -159,12 +159,7 @@ class PrivateTraining:
                 "model: torch.compile is not used in private rounds, which run a graph of the whole step; "
                 "trainer.compile (compile=True) compiles that graph."
             )
-        if self.plan.rounds and self.plan.noise_multiplier > self.plan.sampling.q * self.plan.n:
-            warnings.warn(
-                f"z = {self.plan.noise_multiplier:.4g} is so much noise that little can be learnt: in each round, that "
-                "of every weight is larger than all clipped gradients together can be. Give a larger privacy.epsilon, "
-                "or a smaller privacy.noise_multiplier, or more records."
-            )
+        refusals.warn_of_noise(self.plan)
         max_records = self.max_physical_batch_size or (FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH)
         with processes.fail_together():
             refusals.refuse_mixing_layers(module)
@@ -275,7 +270,7 @@ class PrivateTraining:
         self._rounds.say_padding()
         refusals.refuse_read_by_hooks(training_step, self._readers(), step.kept)
         self._after_dry_run()
-        if training_step.is_users:
+        if training_step.by_user:
             say_dropped(training_step.logged, self.plan)
         self.compile, self.compiling = step.compiling.decided, step.compiling.reason
 

@@ -47,7 +47,7 @@ class TrainingStep:
     logged: set[str] = field(default_factory=set)
 
     @property
-    def is_users(self) -> bool:
+    def by_user(self) -> bool:
         """Whether a user wrote it, and can change it; dpexp's own classifier has another."""
         return not type(self.module).__module__.startswith("dpexp.")
 
