@@ -103,7 +103,8 @@ def sums_of(engine, loss_of, batch, chunk=None, t=0):
             some = rows_of(batch, slice(start, start + (chunk or size)))
             engine.add_chunk(loss_of, stacked(some), len(tree_leaves(some)[0]))
     engine.end()
-    return {name: engine._sums[name].clone() for name in trained_in(engine._module)}
+    sums = engine._clip.zeros() | engine._sums
+    return {name: sums[name].clone() for name in trained_in(engine._module)}
 
 
 def sums_apart(engine, loss_of, batch):

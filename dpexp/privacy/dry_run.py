@@ -2,8 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -46,11 +46,10 @@ def dry_run(step: Step, rounds: RoundLoader, training_step: TrainingStep, later:
         chunk = Chunk.of(training_step, example.to(device).batch, 1)
         others = [one for key, one in of_shape.items() if key != chunk.key]
         try:
-            with ClassWeights() as seen:
-                step.decide(chunk, later, within, others)
+            step.decide(chunk, later, within, others)
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
-            pairs = _of_pairs(SyntheticRecords(), chunk, module, device)
+            pairs = _of_pairs([SyntheticRecords()], chunk, device)
             if str(error) == NO_LOSS and rounds.of_examples and any(pairs):
                 raise ConfigError(_NONE_ALONE) from None
         else:
@@ -58,7 +57,7 @@ def dry_run(step: Step, rounds: RoundLoader, training_step: TrainingStep, later:
     else:
         raise failure
     if rounds.of_examples:
-        _check_loss_of_a_batch(step, chunk, module, device, seen.weighed)
+        _check_loss_of_a_batch(step, chunk, module, device)
     if step.mode == TRACED:
         _measure_duration(step, chunk, module, device)
     if constants := step.constants:
@@ -77,10 +76,14 @@ def _as_batch(chunk: Chunk) -> Any:
 
 
 def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
-    """Measures the seconds of a round, and says how long the job takes."""
+    """Measures the seconds of a round, and says how long the job takes.
+
+    A plain step is measured with the records of a chunk, if a sample has more: it would not fit into memory.
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
     sums = [(torch.zeros_like(p, memory_format=torch.contiguous_format, dtype=torch.float32), 0.0) for p in trained]
-    records = step.synthetic.records(chunk, max(2, round(step.compiling.sample_size)), 0)
+    sample_size = max(2, round(step.compiling.sample_size))
+    records = step.synthetic.records(chunk, min(sample_size, step.usual), 0)
     key = KeyStream.known(0, "duration", 0)
     private = step.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     step.seconds_of_round = private
@@ -89,6 +92,7 @@ def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
         with suppress(Exception), own_randomness(device, key), chunk.step.stand_in() as own:  # it may refuse a batch
             batch = _as_batch(records)
             plain = seconds(lambda: torch.autograd.grad(own.loss(batch), trained, allow_unused=True), device)
+            plain *= sample_size / records.size
             compared = f", {private / plain:.1f} times the gradients of a plain step"
     warnings.warn(
         f"the clipped gradients and noise of a round take about {1e3 * private:.3g} ms{compared}; for this job's "
@@ -138,16 +142,16 @@ _WEIGHTS = {  # the argument's position and keyword
 }  # fmt: skip
 
 
-def _check_loss_of_a_batch(
-    step: Step, chunk: Chunk, module: nn.Module, device: torch.device, weighed: str | None
-) -> None:
-    """Warns if the loss of a batch is no sum of its records' losses; raises if a single record has no gradient.
+def _check_loss_of_a_batch(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
+    """Warns if the loss of a batch is no sum of its records' losses, or has class weights; raises if a single record
+    has no gradient.
 
     If it is a sum, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0 for any records.
-    `weighed`: a loss function that was called with class weights.
     """
     others = replace(step.synthetic, floats="normal", public=None)  # with different labels
-    mixes = any(_mixes(one, chunk, module, device) for one in (step.synthetic, others))
+    with ClassWeights() as seen:
+        mixes = _mixes([step.synthetic, others], chunk, module, device, bool(step.kept))
+    weighed = seen.weighed
     if not (mixes or weighed):
         return
     try:
@@ -171,16 +175,19 @@ def _check_loss_of_a_batch(
 
 _ROUNDING, _HALF_PRECISION_ROUNDING = 1e-5, 1e-2  # of the losses
 _MIN_CHANGE = 1e-3  # of the change by one record
-_BATCH = 4
-_TRIES = 6  # since random mixing may leave two records as they are
+_BATCH = 3  # one record stays, since otherwise the classes of the other two would be equally frequent
+_TRIES = 2
+_RANDOM_TRIES = 12  # since random mixing may leave two records as they are
 
 
-def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device) -> bool:
-    """Whether the loss of a batch is no sum of its records' losses."""
+def _mixes(
+    ways: Sequence[SyntheticRecords], chunk: Chunk, module: nn.Module, device: torch.device, keeps: bool
+) -> bool:
+    """Whether the loss of a batch is no sum of its records' losses; for the arguments see `_of_pairs`."""
     full_precision = not torch.is_autocast_enabled(device.type) and all(
         p.dtype.itemsize >= 4 for p in module.parameters()
     )
-    for losses in _of_pairs(synthetic, chunk, module, device):
+    for losses in _of_pairs(ways, chunk, device, keeps):
         moved, most = max(abs(loss - losses[0]) for loss in losses), max(map(abs, losses))
         tolerance = max(_MIN_CHANGE * moved, _ROUNDING * most) if full_precision else _HALF_PRECISION_ROUNDING * most
         if abs(losses[0] - losses[1] - losses[2] + losses[3]) > tolerance:
@@ -189,37 +196,44 @@ def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device:
 
 
 def _of_pairs(
-    synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device
+    ways: Sequence[SyntheticRecords], chunk: Chunk, device: torch.device, keeps: bool = True
 ) -> Iterator[list[float]]:
     """L(a, b), L(a', b), L(a, b') and L(a', b') of a few batches, each from one random state, if they are finite.
 
-    A batch has further records, which stay, since otherwise the classes of two records would be equally frequent.
+    Args:
+        ways: how records are drawn, in turn.
+        keeps: the step keeps something on its copies, so that each pass needs copies of its own.
     """
-    for seed in range(_TRIES):
-        some, others = (synthetic.records(chunk, _BATCH, k) for k in (2 * seed, 2 * seed + 1))
-        losses, is_random = [], False
-        for replaced in ([], [0], [1], [0, 1]):
-            together = [leaf.detach().clone() for leaf in some.tensors]
-            for leaf, other in zip(together, others.tensors, strict=True):
-                leaf[replaced] = other.detach()[replaced]
-            batch = _as_batch(some.with_tensors(together))
-            if batch is None:
-                return
-            stream = KeyStream.known(seed, "pairs", 0)
-            with own_randomness(device, stream), torch.no_grad():
-                before = torch.get_rng_state(), python_random_states()
-                try:
-                    with chunk.step.stand_in() as own:
-                        loss = own.loss(batch)
-                    if loss.numel() > 1:
-                        raise ConfigError(f"model: {ONE_LOSS}")
-                    losses.append(float(loss))
-                except ConfigError:
-                    raise
-                except Exception:
+    with ExitStack() as copies:
+        own = copies.enter_context(chunk.step.stand_in())
+        for seed in range(_RANDOM_TRIES):
+            some, others = (ways[seed % len(ways)].records(chunk, _BATCH, k) for k in (2 * seed, 2 * seed + 1))
+            losses, is_random = [], False
+            for replaced in ([], [0], [1], [0, 1]):
+                together = [leaf.detach().clone() for leaf in some.tensors]
+                for leaf, other in zip(together, others.tensors, strict=True):
+                    leaf[replaced] = other.detach()[replaced]
+                batch = _as_batch(some.with_tensors(together))
+                if batch is None:
                     return
-                is_random |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != python_random_states()
-        if all(map(math.isfinite, losses)):
-            yield losses
-        if not is_random and seed > 1:
-            return
+                if keeps:
+                    copies.close()
+                    own = copies.enter_context(chunk.step.stand_in())
+                stream = KeyStream.known(seed, "pairs", 0)
+                with own_randomness(device, stream), torch.no_grad():
+                    before = torch.get_rng_state(), python_random_states()
+                    try:
+                        loss = own.loss(batch)
+                        if loss.numel() > 1:
+                            raise ConfigError(f"model: {ONE_LOSS}")
+                        losses.append(float(loss))
+                    except ConfigError:
+                        raise
+                    except Exception:
+                        return
+                    is_random |= not torch.equal(before[0], torch.get_rng_state())
+                    is_random |= before[1] != python_random_states()
+            if all(map(math.isfinite, losses)):
+                yield losses
+            if not is_random and seed + 1 >= _TRIES:
+                return

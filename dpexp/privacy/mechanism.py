@@ -27,14 +27,15 @@ Gaussian in float64 from a secret key stream, and is added once a round, after t
 Sampling is the one that the accountant assumes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
-from dpexp.privacy.gradients.norms import LARGEST, UNIT
+from dpexp.privacy.gradients.norms import LARGEST, UNIT, squared_norms
 from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
 from dpexp.privacy.plan.clipping import ClipRule, unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group
@@ -48,9 +49,9 @@ _MAX_SMALL_SIZE, _MIN_SMALL_COUNT = 2**10, 4  # gradients up to this size are co
 
 @dataclass
 class Part:
-    """Gradients of one parameter, or of many small parameters of one vector, concatenated."""
+    """Gradients of one parameter, or of many small ones, concatenated."""
 
-    vector: int  # index of the vector in the group
+    vector: int  # index of the vector in the group; of several, the first one's
     alpha: float | Tensor
     gradient: LayerGradient
     names: list[str]  # of the parameters
@@ -88,34 +89,36 @@ class GroupMechanism:
         parts = list(_parts(self.group, alphas or self.group.alphas, gradients))
         if not parts:
             return None
-        squares = torch.stack([_over(part.gradient.squared_norms(), part.alpha, 2) for part in parts])
+        vectors = [part.gradient.vectors() for part in parts]
+        squared = iter(squared_norms([vector for some in vectors for vector in some]))
+        each = [part.gradient.squares(*islice(squared, len(some))) for part, some in zip(parts, vectors, strict=True)]
+        squares = torch.stack([_over(one, part.alpha, 2) for one, part in zip(each, parts, strict=True)])
         rounding = 1 + (len(parts) + 4) * 2.0**-53  # of the sum, its root and the division by alpha
         return ScaledNorms(parts, squares, squares.sum(0).sqrt() * rounding)
 
-    def add(self, found: ScaledNorms, S: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None) -> None:
-        """Adds sum_i c_i v^i of a chunk to each parameter's sum, in place, and drops the gradients.
+    def sums(
+        self, found: ScaledNorms, S: Tensor, like: Mapping[str, Tensor], counted: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """sum_i c_i v^i of a chunk for each parameter that was used; drops the gradients.
 
         Args:
             found: its norms must be finite.
+            like: tensors of the sums' shapes and types.
             counted: [B] bool; other rows add exactly 0. None: all rows are counted.
         """
         factors: dict[torch.dtype, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         while found.parts:
             part = found.parts.pop()
-            totals = [sums[name] for name in part.names]
-            dtype = totals[0].dtype
+            dtype = like[part.names[0]].dtype
             if dtype not in factors:
                 c = clip_factors(self.group.clip_rule, found.norms, S, dtype, found.weights)
                 factors[dtype] = c if counted is None else torch.where(counted, c, 0)
-            c = factors[dtype]
-            if len(totals) == 1:
-                part.gradient.add_weighted_sum(c, totals[0])
-                continue
-            sizes = [total.numel() for total in totals]
-            chunk_sum = totals[0].new_zeros(sum(sizes))
-            part.gradient.add_weighted_sum(c, chunk_sum)
-            for total, addend in zip(totals, chunk_sum.view(-1).split(sizes), strict=True):
-                total.view(-1).add_(addend)
+            total = part.gradient.weighted_sum(factors[dtype])
+            sizes = [like[name].numel() for name in part.names]
+            each = [total] if len(sizes) == 1 else total.split(sizes)
+            sums |= {name: one.reshape(like[name].shape) for name, one in zip(part.names, each, strict=True)}
+        return sums
 
 
 def clip_factors(rule: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
@@ -146,21 +149,27 @@ def by_parameter(groups: Iterable[Group]) -> Iterator[tuple[Group, float, str]]:
 
 
 def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, LayerGradient]) -> Iterator[Part]:
-    """The group's gradients; many small ones of a vector, such as biases, are concatenated for speed."""
-    small: dict[tuple[int, torch.dtype], list[tuple[str, DenseGradient]]] = {}
+    """The group's gradients; many small ones of equal scale, such as biases, are concatenated for speed.
+
+    Scales that adapt need the norm of each vector: then only those of one vector are.
+    """
+    small: dict[Hashable, list[tuple[int, str, DenseGradient]]] = {}
     for k, vector in enumerate(group.vectors):
         for name in vector.parameters:
             gradient = gradients.pop(name, None)
-            if isinstance(gradient, DenseGradient) and (flat := gradient.flat()).shape[1] <= _MAX_SMALL_SIZE:
-                small.setdefault((k, flat.dtype), []).append((name, gradient))
+            if isinstance(gradient, DenseGradient) and gradient.flat().shape[1] <= _MAX_SMALL_SIZE:
+                scale = k if isinstance(alphas[k], Tensor) else alphas[k]
+                kind = type(scale), scale, gradient.flat().dtype
+                small.setdefault(kind, []).append((k, name, gradient))
             elif gradient is not None:
                 yield Part(k, alphas[k], gradient, [name])
-    for (k, _), some in small.items():
+    for some in small.values():
         if len(some) < _MIN_SMALL_COUNT:
-            yield from (Part(k, alphas[k], gradient, [name]) for name, gradient in some)
+            yield from (Part(k, alphas[k], gradient, [name]) for k, name, gradient in some)
         else:
-            joined = torch.cat([gradient.flat() for _, gradient in some], 1)
-            yield Part(k, alphas[k], DenseGradient(joined), [name for name, _ in some])
+            joined = torch.cat([gradient.flat() for *_, gradient in some], 1)
+            k = some[0][0]
+            yield Part(k, alphas[k], DenseGradient(joined), [name for _, name, _ in some])
 
 
 def _over(x: Tensor, alpha: float | Tensor, power: int) -> Tensor:

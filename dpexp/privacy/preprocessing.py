@@ -158,11 +158,9 @@ def _clipped_sum(step: Preprocessing, v: Tensor, o: Tensor) -> Tensor:
     else:
         norms = (gradients[0].squared_norms() + gradients[1].squared_norms()).sqrt() * (1 + 2.0**-50)
     c = clip_factors(Abadi(), norms, torch.tensor(step.S, dtype=torch.float64), torch.float64)
-    sums = v.new_zeros(v.shape[1]), v.new_zeros(o.shape[2], o.shape[2])
-    for gradient, total in zip(gradients, sums, strict=True):
+    for gradient in gradients:
         gradient.mask_out(c == 0)
-        gradient.add_weighted_sum(c, total)
-    return torch.cat([sums[0], upper(sums[1])])
+    return torch.cat([gradients[0].weighted_sum(c), upper(gradients[1].weighted_sum(c))])
 
 
 def _inputs(records: RecordBatch) -> tuple[Tensor, Tensor]:

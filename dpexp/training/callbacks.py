@@ -284,8 +284,12 @@ def _on_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> A
     return data.on_after_batch_transfer(batch, 0)
 
 
+_TRIED = 2  # records on which a model is tried
+
+
 def _check_model(trainer: pl.Trainer, module: Classifier, kind: str, loader: Any) -> None:
-    """Runs the classifier on one batch of the validation or test set, which is taken as public."""
+    """Runs the classifier on two records of the validation or test set, which is taken as public, and compares the
+    labels of a batch with its output."""
     if not isinstance(loader, DataLoader):
         return
     was_training, shape = module.training, "unknown"
@@ -295,11 +299,11 @@ def _check_model(trainer: pl.Trainer, module: Classifier, kind: str, loader: Any
             batch = _on_device(trainer, module, next(iter(loader)))
             if isinstance(batch, Mapping):
                 shape = ", ".join(f"{name} {list(value.shape[1:])}" for name, value in batch.items())
-                module.loss_and_scores(batch)
+                module.loss_and_scores({name: value[:_TRIED] for name, value in batch.items()})
                 return
             x, y = batch
             shape = str(list(x.shape[1:]))
-            scores, y = module(x), y.masked_fill(y == -100, 0)  # which has no loss
+            scores, y = module(x[:_TRIED]), y.masked_fill(y == -100, 0)  # which has no loss
             smallest, largest = int(y.min()), int(y.max())
     except ConfigError:
         raise
@@ -314,7 +318,7 @@ def _check_model(trainer: pl.Trainer, module: Classifier, kind: str, loader: Any
         return
     if scores.dim() < 2 or largest >= scores.shape[1]:
         raise ConfigError(
-            f"model: its output for {len(x)} records has shape {list(scores.shape)}, but the {kind} set has a "
+            f"model: its output for {len(x[:_TRIED])} records has shape {list(scores.shape)}, but the {kind} set has a "
             f"label {largest}; data.classes, or the model's own arguments, must give at least {largest + 1} classes."
         )
     if smallest < 0:

@@ -259,7 +259,7 @@ BAD = {
     "data.shape=[1,9,9] model=mlp": "cannot process the validation set's records, of shape [1, 8, 8]; data.shape",
     "data.classes=5 model=logistic": "the validation set has a label 9; data.classes, or the model's own arguments",
     "data.module={_target_:own_for_test.OtherLabels} trainer.num_evaluations=0":
-        "has shape [360, 10], but the test set has a label 14; data.classes, or the model's own arguments, must give",
+        "has shape [2, 10], but the test set has a label 14; data.classes, or the model's own arguments, must give",
     "data.module={_target_:own_for_test.NegativeLabels}": "data.module: the test set has a label -1; labels must be",
     "data.module={_target_:own_for_test.Unreadable}":
         "data.module: test_dataloader of own_for_test.Unreadable failed (FileNotFoundError in own_for_test.py, line",

@@ -63,10 +63,9 @@ def assert_equals_autograd(module, x, tolerance=1e-9, loss_of=loss_of):
             continue
         dense = torch.stack([each[name].double().to_dense().flatten() for each in by_record])
         size, true = dense.norm() + 1e-12, dense.norm(dim=1)
-        norms, total = found.by_name[name].squared_norms().sqrt(), torch.zeros(p.shape)
-        total = total.to(torch.promote_types(p.dtype, torch.float32))
+        norms = found.by_name[name].squared_norms().sqrt()
         assert (norms >= true * (1 - tolerance)).all() and (norms <= true + (2e-2 + tolerance) * size).all(), name
-        found.by_name[name].add_weighted_sum(c.to(total.dtype), total)
+        total = found.by_name[name].weighted_sum(c.to(torch.promote_types(p.dtype, torch.float32)))
         assert (total.flatten() - c @ dense).norm() <= 3 * tolerance * size, name
         if tolerance < 1e-3:
             assert (found.by_name[name].materialize().reshape(dense.shape) - dense).norm() <= tolerance * size, name
@@ -81,9 +80,11 @@ def assert_norms_are_not_too_small(module, x, loss_of):
     _, found = lifted_from_one(module, tree_map(lambda t: t.float() if t.is_floating_point() else t, x), loss_of)
     for name, p in trainable(module).items():
         for i, c in enumerate(torch.eye(len(found.losses)) if name in found.by_name else ()):
-            total = torch.zeros(p.shape)
-            found.by_name[name].add_weighted_sum(c, total)
-            assert exact(total) <= float(found.by_name[name].squared_norms()[i]) ** 0.5 * (1 + 2.0**-22), name
+            total = found.by_name[name].weighted_sum(c)
+            assert total.numel() == p.numel(), name
+            assert exact(total) <= float(
+                found.by_name[name].squared_norms()[i]
+            ) ** 0.5 * (1 + 2.0**-22), name
     module.to(next(iter(types.values())))
 
 
@@ -344,9 +345,9 @@ def uses_and_gradients(T, d, p):
 
 def assert_is(use, gradients):
     assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
-    total, c = torch.ones(gradients.shape[1:], dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
-    use.add_weighted_sum(c, total)
-    assert torch.allclose(total, 1 + torch.einsum("b,bpd->pd", c, gradients), rtol=1e-9)
+    c = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
+    total = use.weighted_sum(c).reshape(gradients.shape[1:])
+    assert torch.allclose(total, torch.einsum("b,bpd->pd", c, gradients), rtol=1e-9)
 
 
 @pytest.mark.parametrize("T, d, p", [(1, 5, 4), (2, 30, 40), (70, 30, 40), (9, 3, 2)])

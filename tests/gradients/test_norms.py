@@ -15,7 +15,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     OuterProductGradient,
     outer_products,
 )
-from dpexp.privacy.gradients.norms import norms, outer_product_norms
+from dpexp.privacy.gradients.norms import norms
 from dpexp.privacy.mechanism import clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
@@ -55,10 +55,9 @@ def awkward(generator, *shape):
 def contribution(use, shape):
     """What one record adds to a sum, as it is."""
     c = clip_factors(Abadi(), use.squared_norms().sqrt(), torch.tensor(S, dtype=torch.float64), torch.float32)
-    total = torch.zeros(shape)
-    if use.squared_norms().isfinite().all():  # else the engine replaces the record
-        use.add_weighted_sum(c, total)
-    return total
+    if not use.squared_norms().isfinite().all():  # the engine replaces the record
+        return torch.zeros(shape)
+    return use.weighted_sum(c).reshape(shape)
 
 
 def uses(generator):
@@ -146,7 +145,8 @@ def test_norms_that_underflow(d):
         assert exact(engine._sums["weight"]) <= S
     x = torch.full((2, 3, 50), 1e-25)
     true = torch.bmm(torch.full((2, 60, 3), 1e20, dtype=torch.float64), x.double()).flatten(1).norm(dim=1)
-    assert (outer_product_norms(x, torch.full((2, 3, 60), 1e20)) >= true).all()
+    use = OuterProductGradient(x, torch.full((2, 3, 60), 1e20))
+    assert (use.squared_norms().sqrt() >= true).all()
 
 
 def test_norms_that_overflow_count_as_infinite():
@@ -175,5 +175,5 @@ def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p, closenes
         x[:, T // 2 :] = x[:, : T // 2] + closeness * x[:, T // 2 :]
         g[:, T // 2 :] = closeness * g[:, T // 2 :] - g[:, : T // 2]
     true = torch.bmm(g.double().transpose(1, 2), x.double()).flatten(1).norm(dim=1)
-    found = outer_product_norms(x, g) / true
+    found = OuterProductGradient(x, g).squared_norms().sqrt() / true
     assert (found >= 1).all() and (closeness is not None or (found < 1.003).all()), found

@@ -142,7 +142,7 @@ def test_no_vector_contributes_more_than_s(clip, dtype, numbers, S):
     c = clip_factors(clip, found, number(S), dtype)
     total = torch.zeros(len(numbers), dtype=dtype)
     if found.isfinite().all():  # else the engine replaces the record
-        use.add_weighted_sum(c, total)
+        total = use.weighted_sum(c)
     assert found.isfinite().all() or c.item() == 0
     assert total.isfinite().all()
     square = sum(Fraction(number) ** 2 for number in total.tolist())
@@ -175,8 +175,8 @@ def test_a_short_vector_of_large_factors_does_not_overflow():
     """c is above 1, and x is so large that c·x could be infinite, though c ‖v‖ is small."""
     x, g = torch.full((1, 1, 2), 2.0**89), torch.full((1, 1, 3), 2.0**-135)
     for clip in (Global(1e-12), Automatic(1e-12), Says(1e38)):
-        use, total = OuterProductGradient(x, g), torch.zeros(3, 2)
-        use.add_weighted_sum(clip_factors(clip, use.squared_norms().sqrt(), number(1.0), torch.float32), total)
+        use = OuterProductGradient(x, g)
+        total = use.weighted_sum(clip_factors(clip, use.squared_norms().sqrt(), number(1.0), torch.float32))
         assert total.isfinite().all() and 0 < total.norm() <= 1
     assert LARGEST[torch.float32] == 2.0**90
 
@@ -365,10 +365,8 @@ def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency,
     (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
     sums = []
     for gradients in ([9.0, 5.0], [*changed, 5.0]):
-        total = {"weight": torch.zeros(1, 1)}
         found = mechanism.norms({"weight": DenseGradient(torch.tensor(gradients)[:, None])})
-        mechanism.add(found, number(group.S), total)
-        sums.append(float(total["weight"]))
+        sums.append(float(mechanism.sums(found, number(group.S), {"weight": torch.empty(1, 1)})["weight"]))
     assert abs(sums[0] - sums[1]) == pytest.approx(group.S * SENSITIVITY[adjacency], rel=1e-6)
     (release,) = releases(plan.ledger())
     assert release.z == pytest.approx(group.sigma / (group.S * SENSITIVITY[adjacency]))

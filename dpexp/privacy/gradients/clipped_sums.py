@@ -34,18 +34,23 @@ class ClippedSums:
         self._mechanisms = [GroupMechanism(group) for group in groups]
         self._adapting = {m.group: m.vector is not None for m in adaptive.members} if adaptive else {}  # whether α does
         self._dtype = values.dtype
-        names = [name for _, _, name in by_parameter(groups)]
-        self._shapes = {
-            name: p.shape if (p := parameters.get(name)) is not None else (values.sizes[name],) for name in names
-        }
-        self._summands = {name: parameters.get(name, values) for name in names}
+        self._like: dict[str, Tensor] = {}  # a tensor without memory like the sum of each parameter and value
+        self._devices: dict[str, torch.device] = {}
+        for _, _, name in by_parameter(groups):
+            of = parameters.get(name, values)
+            shape = of.shape if isinstance(of, Tensor) else (of.sizes[name],)
+            dtype = torch.promote_types(torch.float32, of.dtype)
+            self._like[name] = torch.empty(shape, dtype=dtype, device="meta")
+            self._devices[name] = of.device
 
     def zeros(self) -> dict[str, Tensor]:
         """A sum of zeros, of at least float32, for each parameter and value."""
-        return {
-            name: torch.zeros(self._shapes[name], dtype=torch.promote_types(torch.float32, of.dtype), device=of.device)
-            for name, of in self._summands.items()
-        }
+        return {name: torch.zeros_like(one, device=self._devices[name]) for name, one in self._like.items()}
+
+    @property
+    def entries(self) -> int:
+        """Numbers in all sums."""
+        return sum(one.numel() for one in self._like.values())
 
     def clip_norms(self, now: Sequence[Group], device: torch.device) -> Tensor:
         """S of each group in this round, and then the scales of vectors that adapt, in float64.
@@ -58,10 +63,8 @@ class ClippedSums:
         clip_norms += [alpha for group in groups if self._adapting.get(group.name) for alpha in group.alphas]
         return torch.tensor(clip_norms, dtype=torch.float64, device=device)
 
-    def add(
-        self, gradients: ChunkGradients, clip_norms: Tensor, sums: Mapping[str, Tensor], counted: Tensor, zeroing: bool
-    ) -> dict[str, Tensor]:
-        """Adds the clipped gradients of a chunk to `sums`, in place.
+    def of(self, gradients: ChunkGradients, clip_norms: Tensor, counted: Tensor, zeroing: bool) -> dict[str, Tensor]:
+        """The sums of the clipped gradients of a chunk.
 
         A row with a norm that is not finite is left out if `zeroing`; else the sums must not be used.
 
@@ -70,7 +73,8 @@ class ClippedSums:
             counted: [B], which rows are records.
 
         Returns:
-            `loss` and `in_range` [B]; `norm:group` [B] for each group; `finite` [B], whether all of them are.
+            `sum:name` for each parameter and value that was used; `loss` and `in_range` [B]; `norm:group` [B] for each
+            group; `finite` [B], whether all of them are.
         """
         S, _ = self._split(clip_norms)
         counted = counted & gradients.in_range
@@ -82,10 +86,12 @@ class ClippedSums:
             counted = counted & outputs["finite"]
             for part in (part for norms in found if norms is not None for part in norms.parts):
                 part.gradient.mask_out(~outputs["finite"])
+        sums: dict[str, Tensor] = {}
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=True):
             if norms is not None:
-                mechanism.add(norms, S_g, sums, counted)
-        return outputs | {"loss": gradients.losses, "in_range": gradients.in_range}
+                sums |= mechanism.sums(norms, S_g, self._like, counted)
+        outputs |= {"loss": gradients.losses, "in_range": gradients.in_range}
+        return {f"sum:{name}": sums[name] for name in self._like if name in sums} | outputs
 
     def _norms(
         self, gradients: ChunkGradients, clip_norms: Tensor
@@ -102,10 +108,9 @@ class ClippedSums:
         outputs = {
             f"norm:{m.group.name}": f.norms for m, f in zip(self._mechanisms, found, strict=True) if f is not None
         }
-        together = torch.zeros_like(gradients.losses, dtype=torch.float64)
-        for norms in outputs.values():
-            together = together + norms
-        return found, outputs | {"finite": together < torch.inf}
+        no_norms = [torch.zeros_like(gradients.losses, dtype=torch.float64)]
+        first, *others = [*outputs.values()] or no_norms
+        return found, outputs | {"finite": sum(others, first) < torch.inf}
 
     def _split(self, clip_norms: Tensor) -> tuple[Sequence[Tensor], list[Sequence[Tensor] | None]]:
         """S of each group, and the scales of its vectors; None: those of the plan."""

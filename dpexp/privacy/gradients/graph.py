@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from dpexp._torch_compat import operator_function, proxy_tensor, quick_tracing, tree_flatten, tree_unflatten
 from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.compiled import MARK, Compiled, Progress
+from dpexp.privacy.gradients.graph_passes import share
 from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_record import Inputs, OneRecord
@@ -84,15 +85,7 @@ def trace(
 
     with quick_tracing():
         graph = proxy_tensor.make_fx(flat)(*inputs)
-    scalars: dict[str, fx.Node] = {}
-    for node in graph.graph.nodes:
-        if node.target is torch.ops.aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-        elif node.target is torch.ops.aten.scalar_tensor.default:
-            same = scalars.setdefault(f"{node.args} {node.kwargs}", node)
-            if same is not node:
-                node.replace_all_uses_with(same)
-    graph.graph.eliminate_dead_code()
+    share(graph)
     return Graph(graph, outputs, num_state, zeroing)
 
 
@@ -167,10 +160,11 @@ def rows_of(found: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 def add_sums(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
     """Adds a graph's sums to `sums`, in place."""
-    for name, value in found.items():
-        if name.startswith("sum:"):
-            name = name.removeprefix("sum:")
-            sums[name] = sums[name].add_(value) if name in sums else value
+    new = {name.removeprefix("sum:"): value for name, value in found.items() if name.startswith("sum:")}
+    both = [name for name in new if name in sums]
+    if both:
+        torch._foreach_add_([sums[name] for name in both], [new[name] for name in both])
+    sums |= {name: value for name, value in new.items() if name not in both}
 
 
 def prove(
@@ -181,30 +175,38 @@ def prove(
     From one random state the pass `run(records, which rows count)` runs on a chunk as it is, and with one row replaced:
     the first, a middle and the last one by a row of `others`, and then by large values, by NaN, and by zeros
     respectively; integers are put out of range unless an operator refuses that. Losses, norms and flags of all other
-    rows, and their sums, must be bit-equal; on a GPU, equal up to what two equal runs differ by (`differ`). Sums are
-    compared only if all norms are finite or `zeroing`, since they are not used otherwise.
+    rows must be bit-equal, and so must the sums, in which first the first row does not count, and then the other two;
+    on a GPU, they must be equal up to what two equal runs differ by (`differ`). Sums are compared only if all norms are
+    finite or `zeroing`, since they are not used otherwise.
     """
     size = records.size
     if size == 1:
         return
     device = records.tensors[0].device
     rows, state = torch.arange(size, device=device), random_state(device)
+    middle, last = size // 2, size - 1
 
     def from_state(some: Chunk, counted: Tensor) -> dict[str, Tensor]:
         set_random_state(device, state)
         return run(some, counted)
 
-    for row, change in ((0, _LARGE), (size // 2, _NAN), (size - 1, _ZERO)):
-        unchanged = rows != row
-        before = from_state(records, unchanged)
-        again = before if device.type == "cpu" else from_state(records, unchanged)
-        for scale, shift in (_UNCHANGED, change):
+    for counted, replaced in (
+        (rows != 0, [(0, _UNCHANGED), (0, _LARGE)]),
+        (
+            (rows != middle) & (rows != last),
+            [(middle, _UNCHANGED), (middle, _NAN), (last, _UNCHANGED), (last, _ZERO)],
+        ),
+    ):
+        before = from_state(records, counted)
+        again = before if device.type == "cpu" else from_state(records, counted)
+        for row, (scale, shift) in replaced:
+            unchanged = rows != row
             try:
-                after = from_state(_with_row(records, others, row, scale, shift), unchanged)
+                after = from_state(_with_row(records, others, row, scale, shift), counted)
             except Exception:
                 if not shift:
                     raise
-                after = from_state(_with_row(records, others, row, scale, 0), unchanged)
+                after = from_state(_with_row(records, others, row, scale, 0), counted)
             sums_used = zeroing or bool(before["finite"].all() & after["finite"].all())
             for kind in dict.fromkeys(name.partition(":")[0] for name in before):
                 names = [name for name in before if name.partition(":")[0] == kind]

@@ -18,7 +18,7 @@ from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_record import OneRecord
 from dpexp.privacy.noise.randomness import own_state
 
-_PROVED_ROWS = 5
+_COMPARED_ROWS, _PROVED_ROWS = 2, 3
 
 
 class Graphs:
@@ -48,8 +48,8 @@ class Graphs:
         with own_state(device):
             options = synthetic_options(self._lifted.smallest_range or 2, public_leaves(public, chunk))
             self.synthetic = synthetic or choose(options, lambda drawn: self._is_finite(drawn.records(chunk, 2, 0)))
+            compare(one, self._lifted, self.synthetic.records(chunk, _COMPARED_ROWS, 0))
             some, others = (self.synthetic.records(chunk, _PROVED_ROWS, seed) for seed in (0, 1))
-            compare(one, self._lifted, some)
             prove(self._perturbed(self._run_lifted), some, others, one.draws)
             self._by_rows = {usual: self._traced(chunk, usual)}
 
@@ -72,14 +72,13 @@ class Graphs:
             inputs: parameters and buffers, clip norms, the mask of rows that count, and the records' tensors.
 
         Returns:
-            `sum:name` for each parameter and value; losses, norms and flags of each row.
+            See `ClippedSums.of`.
         """
-        k, sums = len(self.one.specs), self._clip.zeros()
+        k = len(self.one.specs)
         state, clip_norms, counted, records = inputs[:k], inputs[k], inputs[k + 1], inputs[k + 2 :]
         with torch.no_grad(), full_precision(self._device):
             gradients = self._lifted([t.detach() for t in state], [t.detach() for t in records])
-            found = self._clip.add(gradients, clip_norms, sums, counted, self.one.draws)
-        return {f"sum:{name}": total for name, total in sums.items()} | found
+            return self._clip.of(gradients, clip_norms, counted, self.one.draws)
 
     def _perturbed(self, run: Callable[[list[Tensor]], dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
         """Runs with perturbed weights: (records, which rows count) -> results."""
@@ -103,8 +102,7 @@ class Graphs:
                 return before
             began = time.perf_counter()
             of_a_row = flops(lambda: graph(inputs, self._device)) / self._usual
-            entries = sum(t.numel() for t in self._clip.zeros().values())
-            rows = compiling.rows(self._usual, of_a_row, entries, self._device.type)
+            rows = compiling.rows(self._usual, of_a_row, self._clip.entries, self._device.type)
             some, others = (self.synthetic.records(chunk, rows, seed) for seed in (0, 1))
             inputs = self._inputs(some)
             try:

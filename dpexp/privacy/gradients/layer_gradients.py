@@ -12,19 +12,34 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dpexp.privacy.gradients.norms import UNIT, embedding_norms, norms, outer_product_norms, row_chunks
+from dpexp.privacy.gradients.norms import UNIT, embedding_norms, norms, outer_product_norms, row_chunks, squared_norms
 
 
 class LayerGradient(ABC):
-    """The gradients v^i of B records with respect to one parameter."""
+    """The gradients v^i of B records with respect to one parameter.
+
+    Their norms are found in two steps, so that those of all vectors of a chunk are finished together.
+    """
 
     @abstractmethod
+    def vectors(self) -> list[Tensor]:
+        """Vectors [B, d], stored or factors, whose norms `squares` takes."""
+
+    @abstractmethod
+    def squares(self, *squared: Tensor) -> Tensor:
+        """[B] in float64: ‖v^i‖², slightly enlarged where rounding could make it too small (see `norms`).
+
+        Args:
+            squared: [B] in float64, the squared norms of each of `vectors`.
+        """
+
     def squared_norms(self) -> Tensor:
-        """[B] in float64: ‖v^i‖², slightly enlarged where rounding could make it too small (see `norms`)."""
+        """[B] in float64: see `squares`."""
+        return self.squares(*squared_norms(self.vectors()))
 
     @abstractmethod
-    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
-        """Adds Σ_i c_i v^i, for c [B], to `total`, which has the parameter's shape."""
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        """Σ_i c_i v^i, for c [B]; it has the parameter's shape."""
 
     @abstractmethod
     def materialize(self) -> Tensor:
@@ -53,11 +68,14 @@ class DenseGradient(LayerGradient):
     def __init__(self, gradients: Tensor) -> None:
         self._gradients = gradients
 
-    def squared_norms(self) -> Tensor:
-        return norms(self._gradients).square()
+    def vectors(self) -> list[Tensor]:
+        return [self.flat()]
 
-    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
-        total.view(-1).addmv_(self.flat().T, c)
+    def squares(self, *squared: Tensor) -> Tensor:
+        return squared[0]
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return torch.mv(self.flat().T, c).view(self._gradients.shape[1:])
 
     def materialize(self) -> Tensor:
         return self._gradients
@@ -77,18 +95,22 @@ class OuterProductGradient(LayerGradient):
         self.x = x
         self.g = g
 
-    def squared_norms(self) -> Tensor:
-        if self.x.shape[1] == 1:
-            return (norms(self.x) * norms(self.g)).square()
-        return outer_product_norms(self.x, self.g).square()
+    def vectors(self) -> list[Tensor]:
+        return [self.x.flatten(1), self.g.flatten(1)]
 
-    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+    def squares(self, *squared: Tensor) -> Tensor:
+        x_squared, g_squared = squared
+        if self.x.shape[1] <= 1:
+            return x_squared * g_squared
+        return outer_product_norms(self.x, self.g, x_squared, g_squared).square()
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
         x, g = self.x, self.g
         if x.shape[2] < g.shape[2]:
             x = x * c[:, None, None]
         else:
             g = g * c[:, None, None]
-        total.view(g.shape[2], x.shape[2]).addmm_(g.flatten(0, 1).T, x.flatten(0, 1))
+        return torch.mm(g.flatten(0, 1).T, x.flatten(0, 1))
 
     def materialize(self) -> Tensor:
         return torch.bmm(self.g.transpose(1, 2), self.x)
@@ -125,15 +147,19 @@ class EmbeddingGradient(LayerGradient):
         if num_rows * d < 3 * T * T:  # measured
             self._table = self.materialize()
 
-    def squared_norms(self) -> Tensor:
+    def vectors(self) -> list[Tensor]:
+        return [] if self._table is None else [self._table.flatten(1)]
+
+    def squares(self, *squared: Tensor) -> Tensor:
         if self._table is not None:
-            return DenseGradient(self._table).squared_norms()
+            return squared[0]
         return embedding_norms(self.index[:, :, None] == self.index[:, None, :], self.g).square()
 
-    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+    def weighted_sum(self, c: Tensor) -> Tensor:
         if self._table is not None:
-            return DenseGradient(self._table).add_weighted_sum(c, total)
-        total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
+            return DenseGradient(self._table).weighted_sum(c)
+        total = self.g.new_zeros(self.num_rows, self.g.shape[2])
+        return total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
 
     def materialize(self) -> Tensor:
         if self._table is not None:
@@ -176,21 +202,28 @@ class ConvolutionGradient(LayerGradient):
         self._unfold = unfold
         self._size, self._kernel, self._positions = math.prod(weight), math.prod(weight[2:]), positions
 
-    def squared_norms(self) -> Tensor:
+    def vectors(self) -> list[Tensor]:
         if self._unfold is not None:
-            x, g = self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)
-            return outer_product_norms(x, g).square()
+            self._unfolded = self._unfold(self._images)
+            return [self._unfolded.flatten(1), self._g.flatten(1)]
+        return [self._images.flatten(1), self._g.flatten(1)]
+
+    def squares(self, *squared: Tensor) -> Tensor:
+        x_squared, g_squared = squared
+        if self._unfold is not None:
+            g = self._g.flatten(3).transpose(2, 3).flatten(1, 2)
+            return outer_product_norms(self._unfolded, g, x_squared, g_squared).square()
         records = max(1, _MATERIALIZED_ENTRIES // self._size)
         chunks = zip(row_chunks(self._images, records), row_chunks(self._g, records), strict=True)
         found = torch.cat([norms(self._gradients(x, g)) for x, g in chunks])
         # The gradients that are summed later are computed otherwise, so that the rounding of both counts (`norms`, 3
         # and 4): Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
-        length = norms(self._g) * norms(self._images) * self._kernel**0.5
+        length = (x_squared * g_squared * self._kernel).sqrt()
         return (found + 2 * self._positions * UNIT[self._g.dtype] * length).square()
 
-    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+    def weighted_sum(self, c: Tensor) -> Tensor:
         weighted = self._g * c.reshape(-1, *(1,) * (self._g.dim() - 1))
-        total += self._weight_gradient(self._images.flatten(0, 1), weighted.flatten(0, 1))
+        return self._weight_gradient(self._images.flatten(0, 1), weighted.flatten(0, 1))
 
     def materialize(self) -> Tensor:
         return self._gradients(self._images, self._g)
@@ -214,12 +247,20 @@ class RowsGradient(LayerGradient):
     def disjoint(self) -> bool:
         return all(end <= start for (_, end, _), (start, _, _) in pairwise(self.blocks))
 
-    def squared_norms(self) -> Tensor:
-        return torch.stack([gradient.squared_norms() for *_, gradient in self.blocks]).sum(0)
+    def vectors(self) -> list[Tensor]:
+        return [vector for *_, gradient in self.blocks for vector in gradient.vectors()]
 
-    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
-        for start, end, gradient in self.blocks:
-            gradient.add_weighted_sum(c, total[start:end])
+    def squares(self, *squared: Tensor) -> Tensor:
+        given = iter(squared)
+        each = [gradient.squares(*(next(given) for _ in gradient.vectors())) for *_, gradient in self.blocks]
+        return torch.stack(each).sum(0)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        each = [(start, end, gradient.weighted_sum(c)) for start, end, gradient in self.blocks]
+        total = each[0][2].new_zeros(self._shape)
+        for start, end, one in each:
+            total[start:end] = one.view(end - start, *self._shape[1:])
+        return total
 
     def materialize(self) -> Tensor:
         each = [gradient.materialize() for *_, gradient in self.blocks]

@@ -26,7 +26,7 @@ Norms, sums and noise are never computed in the autocast type, nor in TF32 or bf
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,23 +45,51 @@ _SLACK = 1.01  # for the rounding of the error terms themselves
 
 def norms(x: Tensor) -> Tensor:
     """[B] in float64: at least the L2 norm of each of B vectors [B, ...]; infinite beyond LARGEST."""
-    flat = x.reshape(len(x), -1)
-    d, dtype = flat.shape[1], x.dtype
-    if dtype == torch.float64 or d <= _SHORT:
-        each = [
-            torch.linalg.vector_norm(chunk, dim=1, dtype=torch.float64)
-            for chunk in row_chunks(flat, max(1, _CACHED // max(1, d)))
-        ]
-        found = (torch.cat(each) if len(each) > 1 else each[0]) * (1 + (d + 2) * 2.0**-53)
-        lost = _UNDERFLOW[torch.float64] if dtype == torch.float64 else 0.0
-    else:
-        in_runs = d // RUN * RUN
-        runs = torch.linalg.vector_norm(flat[:, :in_runs].unflatten(1, (-1, RUN)), dim=2)
-        rest = torch.linalg.vector_norm(flat[:, in_runs:], dim=1)
-        found = (torch.linalg.vector_norm(runs.double(), dim=1).square() + rest.double().square()).sqrt()
-        found, lost = found * (1 + (RUN + 2) / 2 * UNIT[dtype] + d * 2.0**-53), _UNDERFLOW[dtype]
-    found = found + d**0.5 * lost if lost else found
-    return torch.where(found <= LARGEST[dtype], found, torch.inf)
+    return squared_norms([x.reshape(len(x), -1)])[0].sqrt() * (1 + 2.0**-52)
+
+
+def squared_norms(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """[B] in float64 each: at least the squared L2 norms of the rows of vectors [B, d]; infinite beyond LARGEST.
+
+    What follows the sums over entries is done for all vectors together, since on a GPU each operator costs a launch.
+    """
+    found: list[Tensor] = [torch.empty(0)] * len(vectors)
+    for kind in {_kind(x) for x in vectors}:
+        dtype, in_runs = kind
+        places = [k for k, x in enumerate(vectors) if _kind(x) == kind]
+        d = max(vectors[k].shape[1] for k in places)
+        if in_runs:
+            raw = [_norms_in_runs(vectors[k]) for k in places]
+            rounding, lost = (RUN + 2) / 2 * UNIT[dtype] + d * 2.0**-53, _UNDERFLOW[dtype]
+        else:
+            raw = [_norms_in_float64(vectors[k]) for k in places]
+            rounding, lost = (d + 2) * 2.0**-53, _UNDERFLOW[dtype] if dtype == torch.float64 else 0.0
+        together = torch.stack(raw) * (1 + rounding)
+        together = together + d**0.5 * lost if lost else together
+        squares = torch.where(together <= LARGEST[dtype], together, torch.inf).square()
+        for k, one in zip(places, squares.unbind(0), strict=True):
+            found[k] = one
+    return found
+
+
+def _kind(x: Tensor) -> tuple[torch.dtype, bool]:
+    """The type of vectors [B, d], and whether their entries are added in runs of float32."""
+    return x.dtype, x.dtype != torch.float64 and x.shape[1] > _SHORT
+
+
+def _norms_in_float64(x: Tensor) -> Tensor:
+    """[B], for vectors [B, d]."""
+    chunks = row_chunks(x, max(1, _CACHED // max(1, x.shape[1]))) if x.device.type == "cpu" else [x]
+    each = [torch.linalg.vector_norm(chunk, dim=1, dtype=torch.float64) for chunk in chunks]
+    return torch.cat(each) if len(each) > 1 else each[0]
+
+
+def _norms_in_runs(x: Tensor) -> Tensor:
+    """[B] in float64, for vectors [B, d], each RUN of entries added in the type of the vectors."""
+    whole = x.shape[1] // RUN * RUN
+    runs = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, RUN)), dim=2)
+    rest = torch.linalg.vector_norm(x[:, whole:], dim=1, keepdim=True)
+    return torch.linalg.vector_norm(torch.cat([runs, rest], 1), dim=1, dtype=torch.float64)
 
 
 def row_chunks(x: Tensor, rows: int) -> list[Tensor]:
@@ -70,7 +98,7 @@ def row_chunks(x: Tensor, rows: int) -> list[Tensor]:
     return [*(x[i * rows : (i + 1) * rows] for i in range(count - 1)), x[(count - 1) * rows :]]
 
 
-def outer_product_norms(x: Tensor, g: Tensor) -> Tensor:
+def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tensor) -> Tensor:
     """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖, by 3 and 4 above.
 
     Both Gram matrices are symmetric: only strips up to the diagonal are computed.
@@ -78,32 +106,36 @@ def outer_product_norms(x: Tensor, g: Tensor) -> Tensor:
     Args:
         x: [B, T, d].
         g: [B, T, p].
+        x_squared, g_squared: [B] in float64, at least ‖x‖² and ‖g‖².
     """
     _, T, d = x.shape
     p, u, lost = g.shape[2], UNIT[x.dtype], _UNDERFLOW[x.dtype] ** 2
-    strip = max(_STRIP, math.ceil(T / 4))
-    total, A_squared, G_squared, lengths = (x.new_zeros(len(x), dtype=torch.float64) for _ in range(4))
+    strip = max(_STRIP, math.ceil(T / 4)) if x.device.type == "cpu" else T
+    found, lengths = [], []
     for start in range(0, T, strip):
         end = min(start + strip, T)
         A = torch.bmm(x[:, start:end], x[:, :end].transpose(1, 2))
         G = torch.bmm(g[:, start:end], g[:, :end].transpose(1, 2))
-        A_squared += _symmetric(A, start, lambda part: torch.linalg.vector_norm(part, dim=2).double().square())
-        G_squared += _symmetric(G, start, lambda part: torch.linalg.vector_norm(part, dim=2).double().square())
-        A *= G
-        total += _symmetric(A, start, lambda part: part.sum(2).double())
-        lengths += A[:, :, start:].diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().double().sum(1)
-    x_squared, g_squared = norms(x).square(), norms(g).square()
-    norm_A = A_squared.sqrt() * _SLACK + d * (u * x_squared + T * lost)
-    norm_G = G_squared.sqrt() * _SLACK + p * (u * g_squared + T * lost)
-    error = d * (u * x_squared + T * lost) * norm_G + p * (u * g_squared + T * lost) * norm_A + T * u * norm_A * norm_G
+        AG = A * G
+        found.append(_symmetric(torch.stack([A * A, G * G, AG], 1), start))
+        lengths.append(AG[:, :, start:].diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1, dtype=torch.float64))
+    A_squared, G_squared, total = sum(found[1:], found[0]).unbind(1)
+    error_x, error_g = d * u * x_squared + d * T * lost, p * u * g_squared + p * T * lost
+    norm_A = A_squared.sqrt() * _SLACK + error_x + T * _UNDERFLOW[x.dtype]
+    norm_G = G_squared.sqrt() * _SLACK + error_g + T * _UNDERFLOW[x.dtype]
+    error = error_x * norm_G + error_g * norm_A + T * u * norm_A * norm_G
     total = total.clamp(min=0)
-    return _or_infinite((total + _SLACK * error + T**2 * lost).sqrt() + _SLACK * T * u * lengths)
+    length = sum(lengths[1:], lengths[0])
+    return _or_infinite((total + _SLACK * error + T**2 * lost).sqrt() + _SLACK * T * u * length)
 
 
-def _symmetric(strip: Tensor, start: int, row_sums: Callable[[Tensor], Tensor]) -> Tensor:
-    """[B]: the sum over a strip of a symmetric matrix; entries left of its diagonal block count twice."""
-    found = row_sums(strip[:, :, start:]).sum(1)
-    return found + 2 * row_sums(strip[:, :, :start]).sum(1) if start else found
+def _symmetric(strips: Tensor, start: int) -> Tensor:
+    """[B, k] in float64: sums over strips [B, k, rows, columns] of symmetric matrices, row by row; entries left of the
+    diagonal block count twice."""
+    rows = strips[..., start:].sum(3)
+    if start:
+        rows = torch.add(rows, strips[..., :start].sum(3), alpha=2)
+    return rows.sum(2, dtype=torch.float64)
 
 
 def embedding_norms(same_row: Tensor, g: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dpexp.privacy.gradients.branches import describe, explain
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
-from dpexp.privacy.gradients.graph import add_sums
+from dpexp.privacy.gradients.graph import add_sums, rows_of
 from dpexp.privacy.gradients.graphs import Graphs
 from dpexp.privacy.gradients.module_copy import changed
 from dpexp.privacy.gradients.norms import full_precision
@@ -79,7 +79,7 @@ class Step:
         sizes: NormalDist, rounds: int, compile: bool | None, data: Memory,
     ) -> None:  # fmt: skip
         self._module, self.alone, self._clip, self._device = module, alone, clip, device
-        self._usual, self._data = usual, data
+        self.usual, self._data = usual, data
         self.rounds = rounds
         self.compiling = CompileDecision(compile, sizes, rounds)
         self.mode: str | None = None
@@ -189,7 +189,7 @@ class Step:
         """Replaces the graphs of the usual shape by those of a new trace, and drops all others."""
         if not any(name in self.alone.parameters for name in one.used):
             raise ConfigError(NO_GRADIENT)
-        graphs = Graphs(one, chunk, self._clip, self._usual, self._device, public=self.public)
+        graphs = Graphs(one, chunk, self._clip, self.usual, self._device, public=self.public)
         self._graphs, self._refused = {chunk.key: graphs}, {}
         constants = (t for name, t in one.constants.items() if name not in one.literals)
         self.constants = [str(tuple(t.shape)) for t in constants if t.numel() > 1]
@@ -266,7 +266,7 @@ class Step:
         usual = self._usual_shape
         try:
             one = self._trace(chunk)
-            self._graphs[key] = Graphs(one, chunk, self._clip, self._usual, self._device, usual.synthetic)
+            self._graphs[key] = Graphs(one, chunk, self._clip, self.usual, self._device, usual.synthetic)
         except _NOT_A_RECORDS_FAULT:
             raise
         except Exception as error:
@@ -329,7 +329,7 @@ class Step:
             yield from self.add(part, clip_norms, sums)
 
     def _add_each(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Found:
-        weights, own = self.alone.weights(), self._clip.zeros()
+        weights, own = self.alone.weights(), dict[str, Tensor]()
         for i in range(chunk.size):
             found: dict[str, Tensor] | Exception
             with signals_deferred():
@@ -341,7 +341,9 @@ class Step:
                     found = error
                 else:
                     with torch.no_grad(), full_precision(self._device):
-                        found = self._clip.add(one, clip_norms, own, one.in_range, zeroing=True)
+                        found = self._clip.of(one, clip_norms, one.in_range, zeroing=True)
+                        add_sums(found, own)
+                        found = rows_of(found, 1)
             yield found
         self.alone.refuse_changes(weights)
         add_sums({f"sum:{name}": total for name, total in own.items()}, sums)
