@@ -18,11 +18,11 @@ from dpexp.privacy.round import Performance, PrivateRound
 
 
 class Tied(nn.Module):
-    """Uses a weight twice, and a table as a weight."""
+    """Uses a table as a weight."""
 
-    def __init__(self):
+    def __init__(self, rows=40, width=9):
         super().__init__()
-        self.table = nn.Embedding(40, 9)
+        self.table = nn.Embedding(rows, width)
 
     def forward(self, index):
         return F.linear(self.table(index), self.table.weight)
@@ -52,7 +52,8 @@ RULES = {
     "group norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 5)),
     "root mean square norm": (lambda: nn.RMSNorm(33), (6, 33)),
     "recurrent": (lambda: LastOutput(nn.LSTM(12, 9, batch_first=True)), (4, 12)),
-    "tied": (Tied, 40),
+    "tied, held": (Tied, 40),
+    "tied, by positions": (lambda: Tied(500, 40), 500),
     "attention": (lambda: nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), (5, 16)),
 }
 POSITIONS = 12  # of indices

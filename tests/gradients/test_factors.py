@@ -17,6 +17,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     DenseGradient,
     EmbeddingGradient,
     OuterProductGradient,
+    TiedGradient,
     merge,
     outer_products,
 )
@@ -82,9 +83,7 @@ def assert_norms_are_not_too_small(module, x, loss_of):
         for i, c in enumerate(torch.eye(len(found.losses)) if name in found.by_name else ()):
             total = found.by_name[name].weighted_sum(c)
             assert total.numel() == p.numel(), name
-            assert exact(total) <= float(
-                found.by_name[name].squared_norms()[i]
-            ) ** 0.5 * (1 + 2.0**-22), name
+            assert exact(total) <= float(found.by_name[name].squared_norms()[i]) ** 0.5 * (1 + 2.0**-22), name
     module.to(next(iter(types.values())))
 
 
@@ -372,3 +371,34 @@ def test_shared_parameters_keep_their_cross_terms():
         ([DenseGradient(gradients), OuterProductGradient(x, g)], 2 * gradients),
     ):
         assert_is(merge(together), total)
+
+
+def test_a_tied_table_by_positions_is_both_gradients_together():
+    x, g, gradients = uses_and_gradients(3, 30, 700)
+    index = torch.randint(700, (3, 5), generator=torch.Generator().manual_seed(1))
+    table = EmbeddingGradient(index, torch.randn(3, 5, 30, dtype=torch.float64), 700)
+    tied = merge([OuterProductGradient(x, g), table])
+    assert isinstance(tied, TiedGradient)
+    assert_is(tied, table.materialize() + gradients)
+
+
+@pytest.mark.parametrize("left", [1.0, 1e-3, 1e-6, 0.0])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**20])
+def test_a_tied_table_whose_uses_cancel_has_a_norm_that_is_not_too_small(left, scale):
+    """The head gives each position's row what the embedding takes from it, up to a part that is `left`."""
+    generator = torch.Generator().manual_seed(0)
+    B, S, V, d = 20, 24, 900, 60
+    index = torch.randint(40, (B, S), generator=generator)  # rows repeat
+    x, a = torch.randn(B, S, d, generator=generator), scale * torch.randn(B, S, 1, generator=generator)
+    o = torch.zeros(B, S, V).scatter_(2, index[..., None], a)
+    o += left * scale * torch.randn(B, S, V, generator=generator)
+    e = -a * x + left * scale * torch.randn(B, S, d, generator=generator)
+    tied = merge([OuterProductGradient(x, o), EmbeddingGradient(index, e, V)])
+    assert isinstance(tied, TiedGradient)
+    found = tied.squared_norms().sqrt()
+    true = torch.bmm(o.double().transpose(1, 2), x.double())
+    true.scatter_add_(1, index[..., None].expand(-1, -1, d), e.double())
+    parts = x.double().norm(dim=(1, 2)) * o.double().norm(dim=(1, 2))
+    for i, c in enumerate(torch.eye(B)):
+        added = tied.weighted_sum(c).double().norm()
+        assert added <= found[i] and true[i].norm() <= found[i] <= 1.01 * true[i].norm() + 0.02 * parts[i] + 1e-15

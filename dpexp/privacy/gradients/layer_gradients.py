@@ -12,7 +12,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dpexp.privacy.gradients.norms import UNIT, embedding_norms, norms, outer_product_norms, row_chunks, squared_norms
+from dpexp.privacy.gradients.norms import (
+    UNIT,
+    embedding_norms,
+    norms,
+    outer_product_norms,
+    row_chunks,
+    squared_norms,
+    tied_norms,
+)
 
 
 class LayerGradient(ABC):
@@ -167,9 +175,34 @@ class EmbeddingGradient(LayerGradient):
         table = self.g.new_zeros(len(self.g), self.num_rows, self.g.shape[2])
         return table.scatter_add_(1, self.index[..., None].expand_as(self.g), self.g)
 
-    def as_outer_products(self) -> OuterProductGradient:
-        one_hot = self.index[..., None] == torch.arange(self.num_rows, device=self.index.device)
-        return OuterProductGradient(self.g, one_hot.to(self.g.dtype))
+
+class TiedGradient(LayerGradient):
+    """v^i = E^i + O^i, the gradients of a table [V, d] as an embedding and as the matrix of the head.
+
+    ‖E + O‖² is the sum of both squares and of twice the inner product of E and O (`norms.tied_norms`): no position's
+    row is made a one-hot vector, and no gradient is stored.
+    """
+
+    def __init__(self, table: EmbeddingGradient, product: OuterProductGradient) -> None:
+        self._table, self._product = table, product
+
+    def vectors(self) -> list[Tensor]:
+        return [*self._table.vectors(), *self._product.vectors()]
+
+    def squares(self, *squared: Tensor) -> Tensor:
+        count, table, product = len(self._table.vectors()), self._table, self._product
+        E_squared, O_squared = table.squares(*squared[:count]), product.squares(*squared[count:])
+        return tied_norms(table.index, table.g, product.x, product.g, E_squared + O_squared).square()
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return self._product.weighted_sum(c).add_(self._table.weighted_sum(c))
+
+    def materialize(self) -> Tensor:
+        return self._product.materialize() + self._table.materialize()
+
+    def map_factors(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._table.map_factors(change)
+        self._product.map_factors(change)
 
 
 class ConvolutionGradient(LayerGradient):
@@ -287,13 +320,17 @@ def merge(gradients: Sequence[LayerGradient]) -> LayerGradient:
         together = RowsGradient([block for g in gradients for block in g.blocks], gradients[0]._shape)  # type: ignore[attr-defined]
         if together.disjoint:
             return together
-    products = [g.as_outer_products() if isinstance(g, EmbeddingGradient) else g for g in gradients]
-    sizes = {(g.x.shape[2], g.g.shape[2]) if isinstance(g, OuterProductGradient) else None for g in products}
-    if len(sizes) == 1 and None not in sizes:  # not so if a matrix is reshaped before one of its uses
-        return outer_products(
-            torch.cat([product.x for product in products], 1),  # type: ignore[attr-defined]
-            torch.cat([product.g for product in products], 1),  # type: ignore[attr-defined]
-        )
+    products = [gradient for gradient in gradients if isinstance(gradient, OuterProductGradient)]
+    sizes = {(product.x.shape[2], product.g.shape[2]) for product in products}
+    if len(sizes) == 1:  # not so if a matrix is reshaped before one of its uses
+        product = outer_products(torch.cat([one.x for one in products], 1), torch.cat([one.g for one in products], 1))
+        others = [gradient for gradient in gradients if not isinstance(gradient, OuterProductGradient)]
+        if not others:
+            return product
+        table = merge(others)
+        both = isinstance(product, OuterProductGradient) and isinstance(table, EmbeddingGradient)
+        if both and sizes == {(table.g.shape[2], table.num_rows)}:  # type: ignore[attr-defined]
+            return TiedGradient(table, product)  # type: ignore[arg-type]
     return DenseGradient(sum(gradient.materialize().flatten(1) for gradient in gradients))  # type: ignore[arg-type]
 
 

@@ -123,6 +123,7 @@ def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tens
     error_x, error_g = d * u * x_squared + d * T * lost, p * u * g_squared + p * T * lost
     norm_A = A_squared.sqrt() * _SLACK + error_x + T * _UNDERFLOW[x.dtype]
     norm_G = G_squared.sqrt() * _SLACK + error_g + T * _UNDERFLOW[x.dtype]
+    norm_A, norm_G = torch.minimum(norm_A, x_squared), torch.minimum(norm_G, g_squared)  # ‖x xᵀ‖ <= ‖x‖²
     error = error_x * norm_G + error_g * norm_A + T * u * norm_A * norm_G
     total = total.clamp(min=0)
     length = sum(lengths[1:], lengths[0])
@@ -155,6 +156,31 @@ def embedding_norms(same_row: Tensor, g: Tensor) -> Tensor:
     error = (p + T + 2) * u * lengths + T**2 * p * lost
     total = total.clamp(min=0)
     return _or_infinite((total + _SLACK * error).sqrt() + T * u * lengths.sqrt())
+
+
+def tied_norms(index: Tensor, e: Tensor, x: Tensor, o: Tensor, squares: Tensor) -> Tensor:
+    """[B] in float64: at least ‖E + O‖ for E = Σ_t δ_{index_t} ⊗ e_t and O = Σ_s o_s ⊗ x_s.
+
+    The inner product of E and O is Σ_st (x_s·e_t) o_s[index_t]. As computed, it is off by at most γ_{d+T+3}
+    Σ_st ‖x_s‖ ‖e_t‖ |o_s[index_t]|: by 3 above, a product x_s·e_t has d terms, and their sum is taken row by row. By 4,
+    adding a vector to a sum in S + T steps costs (S + T) u (Σ_s ‖o_s‖ ‖x_s‖ + Σ_t ‖e_t‖).
+
+    Args:
+        index: [B, T], rows of the table.
+        e: [B, T, d], what each position adds to its row.
+        x, o: [B, S, d] and [B, S, V].
+        squares: [B], at least ‖E‖² + ‖O‖².
+    """
+    (_, T, d), S, u, lost = e.shape, x.shape[1], UNIT[e.dtype], _UNDERFLOW[e.dtype] ** 2
+    at_rows = o.gather(2, index[:, None, :].expand(-1, S, -1))
+    inner = (torch.bmm(x, e.transpose(1, 2)) * at_rows).sum(2).sum(1, dtype=torch.float64)
+    e_norms, x_norms, o_norms = (torch.linalg.vector_norm(t, dim=2, dtype=torch.float64) for t in (e, x, o))
+    sizes = at_rows.abs().double()
+    size = (torch.bmm(sizes, e_norms[:, :, None])[:, :, 0] * x_norms).sum(1)
+    error = (d + T + 3) * u * size + d * lost * sizes.sum((1, 2)) + S * T * lost
+    length = (o_norms * x_norms).sum(1) + e_norms.sum(1)
+    total = (squares + 2 * (inner + _SLACK * error)).clamp(min=0)
+    return _or_infinite(total.sqrt() + _SLACK * (S + T) * u * length)
 
 
 def _or_infinite(found: Tensor) -> Tensor:
