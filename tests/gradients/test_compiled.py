@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from dpexp import PrivacyCallback
 from dpexp.privacy.gradients import compiled
-from dpexp.privacy.gradients.compiled import MARK, CompileDecision, _stages
+from dpexp.privacy.gradients.compiled import MARK, CompileDecision, _stages, flops
 from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.gradients.per_example import ChunkGradients
 
@@ -179,6 +179,11 @@ def test_a_compiled_fit_gives_the_same_weights_and_its_checkpoint_has_the_decisi
         resumed = PrivacyCallback(asked.plan, tmp_path / "resumed.jsonl", compile=given)
         resumed.load_state_dict(asked.state_dict())
         assert resumed.compile is found
+
+
+def test_products_of_matrices_and_of_vectors_are_counted():
+    a, b, c = torch.ones(5, 7), torch.ones(7, 3), torch.ones(7)
+    assert flops(lambda: (a @ b, torch.mv(a, c))) == 2 * 5 * 7 * 3 + 2 * 5 * 7
 
 
 @pytest.mark.parametrize("flops, rows", [(1e3, 24), (1e9, 3)])

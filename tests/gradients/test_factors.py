@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpexp.privacy.gradients import layer_gradients
 from dpexp.privacy.gradients.chunk import Chunk
+from dpexp.privacy.gradients.factors import products_of_windows
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
     DenseGradient,
@@ -347,6 +348,33 @@ def assert_is(use, gradients):
     c = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
     total = use.weighted_sum(c).reshape(gradients.shape[1:])
     assert torch.allclose(total, torch.einsum("b,bpd->pd", c, gradients), rtol=1e-9)
+
+
+CONVOLUTIONS = [
+    nn.Conv1d(3, 4, 3, stride=2, padding=1),
+    nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+    nn.Conv2d(6, 4, 3, groups=2, bias=False),
+    nn.Conv2d(6, 12, 3, groups=6),
+    nn.Conv3d(2, 4, (2, 3, 1), stride=(1, 2, 1), padding=(0, 1, 0), groups=2),
+    nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1, output_padding=1),
+    nn.ConvTranspose2d(4, 6, 3, stride=2, dilation=2, groups=2),
+    nn.ConvTranspose3d(2, 3, (2, 3, 2)),
+]
+
+
+@pytest.mark.parametrize("layer", CONVOLUTIONS, ids=repr)
+def test_products_of_windows_are_the_gradients_of_each_convolution(layer):
+    """As a GPU computes them, against autograd, one record of two images at a time."""
+    layer, space = layer.double(), len(layer.kernel_size)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, layer.in_channels, *[7, 6, 5][:space], generator=generator, dtype=torch.float64)
+    y = layer(x.flatten(0, 1)).unflatten(0, (3, 2))
+    g = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    geometry = (layer.stride, layer.padding, layer.dilation, layer.transposed, layer.output_padding, layer.groups)
+    found = products_of_windows(x, g, layer.weight.shape, geometry)
+    for i in range(3):
+        (true,) = torch.autograd.grad(layer(x[i]), layer.weight, g[i])
+        assert torch.allclose(found[i], true, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("T, d, p", [(1, 5, 4), (2, 30, 40), (70, 30, 40), (9, 3, 2)])

@@ -90,7 +90,7 @@ def uses(generator):
 
     shape = torch.Size([30, 20, 3, 3])
     for x, g in ((images, gradients), (same.expand_as(images), 1e7 * cancelling)):
-        yield ConvolutionGradient(x, g, weight_gradient, None, shape, 16), shape
+        yield ConvolutionGradient(x, g, weight_gradient, torch.func.vmap(weight_gradient), None, shape, 16), shape
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -224,8 +224,9 @@ def _ms(seconds: float) -> str:
 
 
 def flops(run: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products and convolutions."""
-    with FlopCounterMode(display=False) as counter:
+    """Floating-point operations of products of matrices and vectors, and of convolutions."""
+    of_vectors = {torch.ops.aten.mv: lambda matrix, vector, **_: 2 * math.prod(matrix)}
+    with FlopCounterMode(display=False, custom_mapping=of_vectors) as counter:
         run()
     return counter.get_total_flops()
 

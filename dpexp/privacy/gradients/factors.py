@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
@@ -192,31 +193,54 @@ def _convolution_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: tup
         x: [B, N, d, *space], with the N images that one record may have.
         geometry: stride, padding, dilation, transposed, output_padding, groups.
     """
-    stride, padding, dilation, transposed, _, groups = geometry
+    *_, transposed, _, groups = geometry
     space = len(shape) - 2
-    stride, padding, dilation = ((*v,) * space if len(v) == 1 else (*v,) for v in (stride, padding, dilation))
 
     def weight_gradient(x: Tensor, g: Tensor) -> Tensor:
         weight = x.new_empty(()).expand(shape)
         return aten.convolution_backward(g, x, weight, None, *geometry, (False, True, False))[1]
 
-    def unfold(x: Tensor) -> Tensor:
-        """[B, N, d, H, W] -> [B, T, k·d], with channels last.
-
-        F.unfold would copy single entries, into a layout in which products are slow (measured: 2 to 20 times as long).
-        """
-        (h, w), (kernel_h, kernel_w) = padding, shape[2:]
-        padded = nn.functional.pad(x.flatten(0, 1).movedim(1, -1), (0, 0, w, w, h, h)).contiguous()
-        windows = padded.unfold(1, dilation[0] * (kernel_h - 1) + 1, stride[0])[..., :: dilation[0]]
-        windows = windows.unfold(2, dilation[1] * (kernel_w - 1) + 1, stride[1])[..., :: dilation[1]]
-        return windows.movedim(3, -1).reshape(len(x), -1, math.prod(shape[1:]))
+    def gradients(x: Tensor, g: Tensor) -> Tensor:
+        # A convolution of B groups, as vmap makes of it, is slow on a GPU.
+        by_products = x.device.type == "cuda"
+        return products_of_windows(x, g, shape, geometry) if by_products else torch.func.vmap(weight_gradient)(x, g)
 
     positions, p, d = g.shape[1] * math.prod(g.shape[3:]), shape[0], math.prod(shape[1:])
     gram = space == 2 and groups == 1 and not transposed and positions * (d + p) < d * p
     if gram or (positions < 64 and not worth_storing(math.prod(shape))):
         terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
-        return ConvolutionGradient(x, g, weight_gradient, unfold if gram else None, shape, terms)
-    return DenseGradient(torch.func.vmap(weight_gradient)(x, g))
+        unfold = partial(windows, kernel=shape[2:], geometry=geometry) if gram else None
+        return ConvolutionGradient(x, g, weight_gradient, gradients, unfold, shape, terms)
+    return DenseGradient(gradients(x, g))
+
+
+def windows(x: Tensor, kernel: torch.Size, geometry: tuple) -> Tensor:
+    """[B, N, d, *space] -> [B, T, k·d], the inputs of each of T output positions, with channels last.
+
+    F.unfold would copy single entries, into a layout in which products are slow (measured: 2 to 20 times as long).
+    """
+    space = len(kernel)
+    stride, padding, dilation = ((*v,) * space if len(v) == 1 else (*v,) for v in geometry[:3])
+    around = [amount for one in reversed(padding) for amount in (one, one)]
+    found = nn.functional.pad(x.flatten(0, 1).movedim(1, -1), (0, 0, *around)).contiguous()
+    for i in range(space):
+        found = found.unfold(1 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+    return found.movedim(1 + space, -1).reshape(len(x), -1, math.prod(kernel) * x.shape[2])
+
+
+def products_of_windows(x: Tensor, g: Tensor, shape: torch.Size, geometry: tuple) -> Tensor:
+    """[B, *shape]: the weight gradients of a convolution, as products of its inputs' windows and of g.
+
+    In a transposed convolution the output's gradient has the windows. For the arguments see `_convolution_gradient`.
+    """
+    *_, transposed, _, groups = geometry
+    x, g = (g, x) if transposed else (x, g)
+    columns = windows(x, shape[2:], geometry)
+    B, T, k = len(x), columns.shape[1], math.prod(shape[2:])
+    columns = columns.view(B, T, k, groups, -1).permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)  # [B·groups, T, k·d]
+    rows = g.flatten(3).transpose(1, 2).reshape(B * groups, -1, T)  # [B·groups, p, T]
+    found = torch.bmm(rows, columns)
+    return found.view(B, shape[0], *shape[2:], shape[1]).movedim(-1, 2).contiguous()
 
 
 def _blocks_of_rows(leaf: fx.Node, shape: torch.Size, of_records: set[fx.Node]) -> Use | None:

@@ -215,6 +215,7 @@ class ConvolutionGradient(LayerGradient):
         images: [B, N, d, *space], with the N images that one record may have.
         g: [B, N, p, *space].
         weight_gradient: images [N, …] and output gradients [N, …] -> the weight's gradient summed over them.
+        gradients: `images` and `g` of some records -> the weight's gradient of each.
         unfold: images -> [B, T, d·k], the inputs of each of the T output positions; None: no Gram matrices.
         weight: shape [p, d, *kernel].
         positions: number of terms that each entry of the weight's gradient sums.
@@ -225,13 +226,14 @@ class ConvolutionGradient(LayerGradient):
         images: Tensor,
         g: Tensor,
         weight_gradient: Callable[[Tensor, Tensor], Tensor],
+        gradients: Callable[[Tensor, Tensor], Tensor],
         unfold: Callable[[Tensor], Tensor] | None,
         weight: torch.Size,
         positions: int,
     ) -> None:
         self._images = images
         self._g = g
-        self._weight_gradient = weight_gradient
+        self._weight_gradient, self._gradients = weight_gradient, gradients
         self._unfold = unfold
         self._size, self._kernel, self._positions = math.prod(weight), math.prod(weight[2:]), positions
 
@@ -246,7 +248,7 @@ class ConvolutionGradient(LayerGradient):
         if self._unfold is not None:
             g = self._g.flatten(3).transpose(2, 3).flatten(1, 2)
             return outer_product_norms(self._unfolded, g, x_squared, g_squared).square()
-        records = max(1, _MATERIALIZED_ENTRIES // self._size)
+        records = max(1, (_MATERIALIZED_ENTRIES if self._g.device.type == "cpu" else _ON_GPU) // self._size)
         chunks = zip(row_chunks(self._images, records), row_chunks(self._g, records), strict=True)
         found = torch.cat([norms(self._gradients(x, g)) for x, g in chunks])
         # The gradients that are summed later are computed otherwise, so that the rounding of both counts (`norms`, 3
@@ -260,9 +262,6 @@ class ConvolutionGradient(LayerGradient):
 
     def materialize(self) -> Tensor:
         return self._gradients(self._images, self._g)
-
-    def _gradients(self, images: Tensor, g: Tensor) -> Tensor:
-        return torch.func.vmap(self._weight_gradient)(images, g)
 
 
 class RowsGradient(LayerGradient):
@@ -334,7 +333,7 @@ def merge(gradients: Sequence[LayerGradient]) -> LayerGradient:
     return DenseGradient(sum(gradient.materialize().flatten(1) for gradient in gradients))  # type: ignore[arg-type]
 
 
-_MATERIALIZED_ENTRIES = 2**19  # of all gradients that are stored at once for their norms
+_MATERIALIZED_ENTRIES, _ON_GPU = 2**19, 2**27  # of all gradients that are stored at once for their norms
 
 
 def worth_storing(entries: int) -> bool:
