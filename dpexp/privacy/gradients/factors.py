@@ -26,6 +26,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     outer_products,
     worth_storing,
 )
+from dpexp.privacy.gradients.products import in_full
 
 aten = torch.ops.aten
 
@@ -197,6 +198,7 @@ def _convolution_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: tup
     stride, padding, dilation = ((*v,) * space if len(v) == 1 else (*v,) for v in (stride, padding, dilation))
 
     def weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+        x, g = in_full(x), in_full(g)
         weight = x.new_empty(()).expand(shape)
         return aten.convolution_backward(g, x, weight, None, *geometry, (False, True, False))[1]
 
