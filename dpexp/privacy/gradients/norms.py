@@ -16,6 +16,8 @@ first order in u. It follows:
 4. Such a vector is added to a sum in T steps, each of which rounds the intermediate sum: by up to T u c Σ_t ‖g_t‖ ‖x_t‖
    in all, which is much more than the vector itself if its terms cancel. This is added to its norm.
 5. A record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
+6. Where tensor cores multiply factors in bfloat16, u is 2^-22 in 3, and in 4 for each of the three products that add to
+   the sum, even if T is 1 (`dpexp.privacy.gradients.products`).
 
 `clip_factors` subtracts from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can.
 For any clip rule, c is at most this S divided by such a norm (`dpexp.privacy.plan.clipping`). One error remains, which
