@@ -160,8 +160,8 @@ class EmbeddingGradient(LayerGradient):
     def weighted_sum(self, c: Tensor) -> Tensor:
         if self._table is not None:
             return DenseGradient(self._table).weighted_sum(c)
-        total = self.g.new_zeros(self.num_rows, self.g.shape[2], dtype=full_type(self.g.dtype))
-        return total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
+        rows = (self.g * c[:, None, None]).flatten(0, 1)
+        return rows.new_zeros(self.num_rows, rows.shape[1]).index_add_(0, self.index.flatten(), rows)
 
     def materialize(self) -> Tensor:
         if self._table is not None:

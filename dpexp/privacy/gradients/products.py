@@ -13,7 +13,8 @@ cores"). Sums that would show less are tried on each device before it is used so
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if torch.bfloat16 in (a.dtype, b.dtype):
         first, *others = (_with_float32_result(x, y) for x in _parts(a) for y in _parts(b))
         return sum(others, first)
-    return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+    return _multiply(a, b)
+
+
+def _multiply(a: Tensor, b: Tensor, **how: Any) -> Tensor:
+    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, **how)
+
+
+_with_float32_result = partial(_multiply, out_dtype=torch.float32)
 
 
 def _parts(x: Tensor) -> list[Tensor]:
@@ -68,20 +76,16 @@ def multiplies_half(device: torch.device) -> bool:
     return kept
 
 
-def _with_float32_result(a: Tensor, b: Tensor) -> Tensor:
-    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
-
-
 def keeps_bound(multiply: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> bool:
     """Whether products of bfloat16 are within the assumed bound, for sums that show truncation.
 
     A sum begins with a term that is 2^j times the others (0 <= j < 32), whose signs are equal or alternate by halves,
     quarters and so on, so that what is lost of each adds up.
     """
-    k, place = 2**10, torch.arange(2**10)
-    a = (1 - 2 * (place >> torch.arange(16)[:, None] & 1)) * (1 + place % 128 / 128)
-    b = (1 + place[:, None] * 37 % 128 / 128) * torch.where(place[:, None] == 0, 1, 2.0 ** -torch.arange(32))
-    a, b = a.to(device, torch.bfloat16), b.to(device, torch.bfloat16)
-    limit = k * UNIT[torch.bfloat16] * (a.double().abs() @ b.double().abs())
+    place = torch.arange(2**10)[:, None]
+    signed = (1 - 2 * (place >> torch.arange(16) & 1)) * (1 + place % 128 / 128)
+    sized = (1 + place * 37 % 128 / 128) * torch.where(place == 0, 1, 2.0 ** -torch.arange(32))
+    a, b = signed.T.to(device, torch.bfloat16), sized.to(device, torch.bfloat16)
     exact = a.double() @ b.double()
+    limit = len(b) * UNIT[torch.bfloat16] * (a.abs().double() @ b.double())
     return all(bool(((c - exact).abs() <= limit).all()) for c in (multiply(a, b), multiply(a[None], b[None])))
