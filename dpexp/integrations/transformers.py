@@ -20,7 +20,7 @@ from dpexp.privacy.private import Private
 
 STATE = "private.pt"
 _NOT_SUPPORTED = (
-    "fp16", "bf16", "gradient_checkpointing", "neftune_noise_alpha", "load_best_model_at_end", "save_total_limit",
+    "gradient_checkpointing", "neftune_noise_alpha", "load_best_model_at_end", "save_total_limit",
     "auto_find_batch_size",
 )  # fmt: skip
 _JOINS_ROWS = ("packing", "padding_free")
@@ -104,6 +104,8 @@ class PrivateTrainer(Trainer):
             raise ConfigError("the plan needs a delta, at which ε is logged: Target(…, delta=1e-5).")
         if self.args.gradient_accumulation_steps != 1:
             raise ConfigError("gradient_accumulation_steps must be 1; the plan's sampling rate sets the batch size.")
+        if self.args.fp16:
+            raise ConfigError("fp16=True scales gradients by the data; use bf16=True, or leave it out.")
         for name in _NOT_SUPPORTED:
             if value := getattr(self.args, name, None):
                 raise ConfigError(f"{name}={value} is not supported by PrivateTrainer; leave it out.")
@@ -189,5 +191,7 @@ class _Rounds(Private):
 
 def _loss(own: StandIn, record: Any) -> Tensor | dict[str, Any]:
     """By the compute_loss of a copy of the Trainer."""
-    loss = own.owner.compute_loss(own.module, record)
+    trainer = own.owner
+    with torch.autocast(trainer.args.device.type, torch.bfloat16, enabled=trainer.args.bf16):
+        loss = trainer.compute_loss(own.module, record)
     return loss[0] if isinstance(loss, tuple) else loss

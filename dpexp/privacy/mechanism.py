@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
-from dpexp.privacy.gradients.norms import LARGEST, UNIT, squared_norms
+from dpexp.privacy.gradients.norms import LARGEST, squared_norms
+from dpexp.privacy.gradients.products import UNIT
 from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
 from dpexp.privacy.plan.clipping import ClipRule, unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group

@@ -517,3 +517,36 @@ def test_of_networks_that_take_turns_the_critic_is_private_while_the_generator_l
     without, _ = first_and_last_release(x[:-1])
     assert not torch.allclose(first, last, atol=1e-3)
     assert max((first - without).norm(), (other - without).norm()) <= 1 + 1e-4
+
+
+def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
+    """As a model does whose forward is under autocast; evaluations before and between the rounds change nothing."""
+    transformers = pytest.importorskip("transformers")
+
+    class InHalf(transformers.GPT2LMHeadModel):
+        def forward(self, *args, **others):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(*args, **others)
+
+    def weights_of(kind, **arguments):
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0)
+        trainer = small_trainer(tmp_path / kind.__name__ / "_".join(arguments), (), kind(config), **arguments)
+        trainer._options = {"noise_seed": 1}
+        if arguments.get("bf16"):
+            trainer.evaluate()
+        trainer.train()
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    usual = {"learning_rate": 0.01, "remove_unused_columns": False, "eval_strategy": "steps", "eval_steps": 2}
+    found, expected, other = (
+        weights_of(kind, **usual, **arguments)
+        for kind, arguments in (
+            (transformers.GPT2LMHeadModel, {"bf16": True}),
+            (InHalf, {}),
+            (transformers.GPT2LMHeadModel, {}),
+        )
+    )
+    assert torch.equal(found, expected) and not torch.equal(found, other)
+    with pytest.raises(dpexp.ConfigError, match="fp16=True scales gradients by the data"):
+        weights_of(transformers.GPT2LMHeadModel, fp16=True)

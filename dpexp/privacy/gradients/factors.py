@@ -27,6 +27,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     outer_products,
     worth_storing,
 )
+from dpexp.privacy.gradients.products import in_full, product
 
 aten = torch.ops.aten
 
@@ -197,6 +198,7 @@ def _convolution_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: tup
     space = len(shape) - 2
 
     def weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+        x, g = in_full(x), in_full(g)
         weight = x.new_empty(()).expand(shape)
         return aten.convolution_backward(g, x, weight, None, *geometry, (False, True, False))[1]
 
@@ -239,7 +241,7 @@ def products_of_windows(x: Tensor, g: Tensor, shape: torch.Size, geometry: tuple
     B, T, k = len(x), columns.shape[1], math.prod(shape[2:])
     columns = columns.view(B, T, k, groups, -1).permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)  # [B·groups, T, k·d]
     rows = g.flatten(3).transpose(1, 2).reshape(B * groups, -1, T)  # [B·groups, p, T]
-    found = torch.bmm(rows, columns)
+    found = product(rows, columns)
     return found.view(B, shape[0], *shape[2:], shape[1]).movedim(-1, 2).contiguous()
 
 

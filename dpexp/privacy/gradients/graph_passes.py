@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dpexp._torch_compat import OpOverload, arguments_of
+from dpexp._torch_compat import UNSAFE_VIEW, OpOverload, arguments_of
 from dpexp.privacy.gradients.compiled import MARK
 from dpexp.privacy.gradients.operators import is_random
 
@@ -80,7 +80,7 @@ def _tensors_given(node: fx.Node) -> list[tuple[fx.Node, bool, bool]]:
 
 # Their result is the argument itself where shape and strides are equal.
 _MAYBE_NOTHING = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.permute.default,
+    aten.view.default, UNSAFE_VIEW, aten.reshape.default, aten.expand.default, aten.permute.default,
     aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.squeeze.dim, aten.alias.default, aten.detach.default,
     aten.clone.default,
 }  # fmt: skip

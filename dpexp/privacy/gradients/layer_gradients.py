@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.gradients.norms import (
-    UNIT,
     embedding_norms,
     norms,
     outer_product_norms,
@@ -21,6 +20,7 @@ from dpexp.privacy.gradients.norms import (
     squared_norms,
     tied_norms,
 )
+from dpexp.privacy.gradients.products import ADDING, UNIT, full_type, in_full, least_exact, product
 
 
 class LayerGradient(ABC):
@@ -74,7 +74,7 @@ class DenseGradient(LayerGradient):
     """Stored gradients, [B, *shape]."""
 
     def __init__(self, gradients: Tensor) -> None:
-        self._gradients = gradients
+        self._gradients = in_full(gradients)
 
     def vectors(self) -> list[Tensor]:
         return [self.flat()]
@@ -109,7 +109,8 @@ class OuterProductGradient(LayerGradient):
     def squares(self, *squared: Tensor) -> Tensor:
         x_squared, g_squared = squared
         if self.x.shape[1] <= 1:
-            return x_squared * g_squared
+            both, dtype = x_squared * g_squared, least_exact(self.x, self.g)
+            return both * (1 + 2.1 * ADDING[dtype]) if dtype == torch.bfloat16 else both
         return outer_product_norms(self.x, self.g, x_squared, g_squared).square()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
@@ -118,10 +119,10 @@ class OuterProductGradient(LayerGradient):
             x = x * c[:, None, None]
         else:
             g = g * c[:, None, None]
-        return torch.mm(g.flatten(0, 1).T, x.flatten(0, 1))
+        return product(g.flatten(0, 1).T, x.flatten(0, 1))
 
     def materialize(self) -> Tensor:
-        return torch.bmm(self.g.transpose(1, 2), self.x)
+        return product(self.g.transpose(1, 2), self.x)
 
 
 _SMALL = 3 * 2**16  # entries of one record's gradient
@@ -166,14 +167,15 @@ class EmbeddingGradient(LayerGradient):
     def weighted_sum(self, c: Tensor) -> Tensor:
         if self._table is not None:
             return DenseGradient(self._table).weighted_sum(c)
-        total = self.g.new_zeros(self.num_rows, self.g.shape[2])
-        return total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
+        rows = (self.g * c[:, None, None]).flatten(0, 1)
+        return rows.new_zeros(self.num_rows, rows.shape[1]).index_add_(0, self.index.flatten(), rows)
 
     def materialize(self) -> Tensor:
         if self._table is not None:
             return self._table
-        table = self.g.new_zeros(len(self.g), self.num_rows, self.g.shape[2])
-        return table.scatter_add_(1, self.index[..., None].expand_as(self.g), self.g)
+        g = in_full(self.g)
+        table = g.new_zeros(len(g), self.num_rows, g.shape[2])
+        return table.scatter_add_(1, self.index[..., None].expand_as(g), g)
 
 
 class TiedGradient(LayerGradient):
@@ -254,7 +256,7 @@ class ConvolutionGradient(LayerGradient):
         # The gradients that are summed later are computed otherwise, so that the rounding of both counts (`norms`, 3
         # and 4): Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
         length = (x_squared * g_squared * self._kernel).sqrt()
-        return (found + 2 * self._positions * UNIT[self._g.dtype] * length).square()
+        return (found + 2 * self._positions * UNIT[full_type(self._g.dtype)] * length).square()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         weighted = self._g * c.reshape(-1, *(1,) * (self._g.dim() - 1))

@@ -22,6 +22,7 @@ from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.one_record import OneRecord
 from dpexp.privacy.gradients.operators import NotTraceable, dependents
 from dpexp.privacy.gradients.per_example import ChunkGradients
+from dpexp.privacy.gradients.products import full_type
 
 aten = torch.ops.aten
 
@@ -128,9 +129,10 @@ def _draw_for_each(graph: fx.Graph, of_records: set[fx.Node]) -> None:
 
 
 def _cast(factor: Tensor, gradient: fx.Node) -> Tensor:
-    """A factor in the type in which gradients are summed, which is at least float32."""
-    dtype = torch.promote_types(torch.float32, gradient.meta["val"].dtype)
-    return factor.to(dtype) if factor.is_floating_point() else factor
+    """A factor in the type in which gradients are summed, at least float32, or in bfloat16 if that is float32."""
+    dtype = full_type(gradient.meta["val"].dtype)
+    kept = not factor.is_floating_point() or (factor.dtype, dtype) == (torch.bfloat16, torch.float32)
+    return factor if kept else factor.to(dtype)
 
 
 # ---- operators that vmap gets wrong ----------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ first order in u. It follows:
 4. Such a vector is added to a sum in T steps, each of which rounds the intermediate sum: by up to T u c Σ_t ‖g_t‖ ‖x_t‖
    in all, which is much more than the vector itself if its terms cancel. This is added to its norm.
 5. A record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
+6. Where tensor cores multiply factors in bfloat16, u is 2^-22 in 3, and in 4 for each of the three products that add to
+   the sum, even if T is 1 (`dpexp.privacy.gradients.products`).
 
 `clip_factors` subtracts from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can.
 For any clip rule, c is at most this S divided by such a norm (`dpexp.privacy.plan.clipping`). One error remains, which
@@ -33,12 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpexp.privacy.gradients.products import ADDING, UNIT, as_multiplied, full_type, least_exact, product
+
 RUN = 16
 _SHORT = 2**14  # entries; up to there, float64 takes no more time than runs of float32
 _CACHED = 2**18  # entries whose float64 copies fit in the cache
-UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-LARGEST = {torch.float32: 2.0**90, torch.float64: 2.0**900}
-_UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
+LARGEST = {torch.bfloat16: 2.0**60, torch.float32: 2.0**90, torch.float64: 2.0**900}
+_UNDERFLOW = {torch.bfloat16: 2.0**-63, torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _STRIP = 32  # positions; shorter strips take fewer multiplications but more time (measured)
 _SLACK = 1.01  # for the rounding of the error terms themselves
 
@@ -55,7 +58,7 @@ def squared_norms(vectors: Sequence[Tensor]) -> list[Tensor]:
     """
     found: list[Tensor] = [torch.empty(0)] * len(vectors)
     for kind in {_kind(x) for x in vectors}:
-        dtype, in_runs = kind
+        dtype, in_runs = full_type(kind[0]), kind[1]
         places = [k for k, x in enumerate(vectors) if _kind(x) == kind]
         d = max(vectors[k].shape[1] for k in places)
         if in_runs:
@@ -66,7 +69,7 @@ def squared_norms(vectors: Sequence[Tensor]) -> list[Tensor]:
             rounding, lost = (d + 2) * 2.0**-53, _UNDERFLOW[dtype] if dtype == torch.float64 else 0.0
         together = torch.stack(raw) * (1 + rounding)
         together = together + d**0.5 * lost if lost else together
-        squares = torch.where(together <= LARGEST[dtype], together, torch.inf).square()
+        squares = torch.where(together <= LARGEST[kind[0]], together, torch.inf).square()
         for k, one in zip(places, squares.unbind(0), strict=True):
             found[k] = one
     return found
@@ -85,10 +88,10 @@ def _norms_in_float64(x: Tensor) -> Tensor:
 
 
 def _norms_in_runs(x: Tensor) -> Tensor:
-    """[B] in float64, for vectors [B, d], each RUN of entries added in the type of the vectors."""
-    whole = x.shape[1] // RUN * RUN
-    runs = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, RUN)), dim=2)
-    rest = torch.linalg.vector_norm(x[:, whole:], dim=1, keepdim=True)
+    """[B] in float64, for vectors [B, d], each RUN of entries added in float32."""
+    whole, dtype = x.shape[1] // RUN * RUN, full_type(x.dtype)
+    runs = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, RUN)), dim=2, dtype=dtype)
+    rest = torch.linalg.vector_norm(x[:, whole:], dim=1, keepdim=True, dtype=dtype)
     return torch.linalg.vector_norm(torch.cat([runs, rest], 1), dim=1, dtype=torch.float64)
 
 
@@ -108,26 +111,28 @@ def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tens
         g: [B, T, p].
         x_squared, g_squared: [B] in float64, at least ‖x‖² and ‖g‖².
     """
+    x, g = as_multiplied(x), as_multiplied(g)
     _, T, d = x.shape
-    p, u, lost = g.shape[2], UNIT[x.dtype], _UNDERFLOW[x.dtype] ** 2
+    p, dtype = g.shape[2], least_exact(x, g)
+    u, lost = UNIT[dtype], _UNDERFLOW[dtype] ** 2
     strip = max(_STRIP, math.ceil(T / 4)) if x.device.type == "cpu" else T
     found, lengths = [], []
     for start in range(0, T, strip):
         end = min(start + strip, T)
-        A = torch.bmm(x[:, start:end], x[:, :end].transpose(1, 2))
-        G = torch.bmm(g[:, start:end], g[:, :end].transpose(1, 2))
+        A = product(x[:, start:end], x[:, :end].transpose(1, 2))
+        G = product(g[:, start:end], g[:, :end].transpose(1, 2))
         AG = A * G
         found.append(_symmetric(torch.stack([A * A, G * G, AG], 1), start))
         lengths.append(AG[:, :, start:].diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1, dtype=torch.float64))
     A_squared, G_squared, total = sum(found[1:], found[0]).unbind(1)
     error_x, error_g = d * u * x_squared + d * T * lost, p * u * g_squared + p * T * lost
-    norm_A = A_squared.sqrt() * _SLACK + error_x + T * _UNDERFLOW[x.dtype]
-    norm_G = G_squared.sqrt() * _SLACK + error_g + T * _UNDERFLOW[x.dtype]
+    norm_A = A_squared.sqrt() * _SLACK + error_x + T * _UNDERFLOW[dtype]
+    norm_G = G_squared.sqrt() * _SLACK + error_g + T * _UNDERFLOW[dtype]
     norm_A, norm_G = torch.minimum(norm_A, x_squared), torch.minimum(norm_G, g_squared)  # ‖x xᵀ‖ <= ‖x‖²
     error = error_x * norm_G + error_g * norm_A + T * u * norm_A * norm_G
     total = total.clamp(min=0)
     length = sum(lengths[1:], lengths[0])
-    return _or_infinite((total + _SLACK * error + T**2 * lost).sqrt() + _SLACK * T * u * length)
+    return _or_infinite((total + _SLACK * error + T**2 * lost).sqrt() + _SLACK * T * ADDING[dtype] * length)
 
 
 def _symmetric(strips: Tensor, start: int) -> Tensor:
@@ -146,9 +151,10 @@ def embedding_norms(same_row: Tensor, g: Tensor) -> Tensor:
         same_row: [B, T, T], whether two positions have the same row.
         g: [B, T, p], what each position adds to its row.
     """
+    g = as_multiplied(g)
     _, T, p = g.shape
     u, lost = UNIT[g.dtype], _UNDERFLOW[g.dtype] ** 2
-    G = torch.bmm(g, g.transpose(1, 2))
+    G = product(g, g.transpose(1, 2))
     length = G.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
     total = torch.where(same_row, G, 0).sum(2).double().sum(1)
     lengths = torch.where(same_row, length[:, :, None] * length[:, None, :], 0).sum(2).double().sum(1)
@@ -171,16 +177,18 @@ def tied_norms(index: Tensor, e: Tensor, x: Tensor, o: Tensor, squares: Tensor) 
         x, o: [B, S, d] and [B, S, V].
         squares: [B], at least ‖E‖² + ‖O‖².
     """
-    (_, T, d), S, u, lost = e.shape, x.shape[1], UNIT[e.dtype], _UNDERFLOW[e.dtype] ** 2
+    e, x, o = as_multiplied(e), as_multiplied(x), as_multiplied(o)
+    (_, T, d), S, dtype = e.shape, x.shape[1], least_exact(e, x, o)
+    u, lost = UNIT[dtype], _UNDERFLOW[dtype] ** 2
     at_rows = o.gather(2, index[:, None, :].expand(-1, S, -1))
-    inner = (torch.bmm(x, e.transpose(1, 2)) * at_rows).sum(2).sum(1, dtype=torch.float64)
+    inner = (product(x, e.transpose(1, 2)) * at_rows).sum(2).sum(1, dtype=torch.float64)
     e_norms, x_norms, o_norms = (torch.linalg.vector_norm(t, dim=2, dtype=torch.float64) for t in (e, x, o))
     sizes = at_rows.abs().double()
     size = (torch.bmm(sizes, e_norms[:, :, None])[:, :, 0] * x_norms).sum(1)
     error = (d + T + 3) * u * size + d * lost * sizes.sum((1, 2)) + S * T * lost
     length = (o_norms * x_norms).sum(1) + e_norms.sum(1)
     total = (squares + 2 * (inner + _SLACK * error)).clamp(min=0)
-    return _or_infinite(total.sqrt() + _SLACK * (S + T) * u * length)
+    return _or_infinite(total.sqrt() + _SLACK * (S + T) * ADDING[dtype] * length)
 
 
 def _or_infinite(found: Tensor) -> Tensor:
