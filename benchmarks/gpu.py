@@ -30,6 +30,7 @@ import runpy
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -119,7 +120,7 @@ def script(path: str, *arguments: str) -> None:
 
 
 def command(*arguments: str) -> None:
-    os.execv(sys.executable, [sys.executable, *arguments])
+    sys.exit(subprocess.run([sys.executable, *arguments]).returncode)
 
 
 # What must hold: (name, what is done, its arguments)
@@ -138,11 +139,13 @@ def check(run: Run, part: str, checks: Iterable[Check], at_once: int) -> None:
         ended = wait([*running], max(0, run.left)) if running else []
         for name, log, process, began in [running.pop(sentinel) for sentinel in ended]:
             process.join()
-            run.save(
-                part, name, exit=process.exitcode, seconds=round(time.monotonic() - began), said=log.read_text()[-1500:]
-            )
+            run.stop(process)
+            seconds = round(time.monotonic() - began)
+            run.save(part, name, exit=process.exitcode, seconds=seconds, said=log.read_text()[-1500:])
         if run.left <= 0:
-            for name in (*(one[0] for one in running.values()), *(one[0] for one in waiting)):
+            for name, log, *_ in running.values():
+                run.save(part, name, failed=LATE, said=log.read_text()[-1500:])
+            for name, *_ in waiting:
                 run.save(part, name, failed=LATE)
             break
     run.stop()
@@ -181,6 +184,8 @@ class Turns(step.Clock):
 
 def fit(work: Workload, way: str, connection: Connection) -> None:
     torch.manual_seed(0)
+    gc.collect()
+    gc.freeze()  # what was imported, of which one collection takes 0.3 s, in whichever round it falls
     try:
         if step.DEVICE == "cuda":
             connection.send({"device": torch.cuda.get_device_name()})
@@ -329,7 +334,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="few records, rounds and candidates, of shrunk models")
     parser.add_argument("--parts", nargs="+", default=[*LIMITS], choices=LIMITS)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of sizes and tiny")
+    known = [*real_sizes(True), *TINY]
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=known, help=f"of {', '.join(known)}")
     parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS")
     parser.add_argument("--write", type=Path, metavar="RESULTS", help="only writes docs/speed.md")
     arguments = parser.parse_args()
@@ -345,7 +351,6 @@ def main() -> None:
     began = time.monotonic()
     step.DEVICE = device
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported, of which one collection takes 0.3 s, in whichever round it falls
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     folder = Path(os.environ.get("OUT") or ROOT / "outputs" / "cuda" / time.strftime("%Y-%m-%d_%H-%M-%S"))
