@@ -34,10 +34,10 @@ def seconds(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def throughput(device: torch.device) -> None:
+def throughput(device: torch.device, most: int) -> None:
     print(f"{'numbers':>12} {'key stream, ms':>15} {'torch.randn, ms':>16} {'ratio':>7} {'median':>7}")
     noise, generator = GaussianNoise(), torch.Generator(device)
-    for size in SIZES:
+    for size in [size for size in SIZES if size <= most]:
         total = torch.zeros(size, device=device)
 
         def ours(total: torch.Tensor = total) -> None:
@@ -99,6 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--numbers", type=float, default=1e10)
     options = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, {options.device}")
-    throughput(torch.device(options.device))
-    stream(10_000_000)
-    quality(int(options.numbers))
+    numbers = int(options.numbers)
+    throughput(torch.device(options.device), numbers)
+    stream(min(numbers, 10_000_000))
+    quality(numbers)

@@ -5,9 +5,9 @@
     python benchmarks/step.py --write                  # a short table to docs/speed.md, a figure to docs/step_cpu.png
 
 A fit is warmed up, and then measured from the end of one round to that of a later one: fetching the batch, the step,
-the optimizer, callbacks and the ledger. On a CPU that is the process's CPU time on one thread, on a GPU time by the
-clock. The candidates fit in turn (A B C D A B C D …), so that the machine's drift hits all alike, and each fit is in a
-process of its own, forked after the imports: what malloc has learnt from other fits changes an LSTM's time by a third.
+the optimizer, callbacks and the ledger, in CPU time of the process on one thread (on a GPU: benchmarks/gpu.py). The
+candidates fit in turn (A B C D A B C D …), so that the machine's drift hits all alike, and each fit is in a process of
+its own, forked after the imports: what malloc has learnt from other fits changes an LSTM's time by a third.
 
 Plain is a `pl.Trainer` with a shuffled DataLoader of batches of B; dpexp is the same with a `PrivacyCallback`, Poisson
 samples of B expected records and a physical batch of 2 B; Opacus is a plain loop over the same batches of B, without
@@ -44,7 +44,7 @@ from workloads import WORKLOADS, Workload
 
 from dpexp import PrivacyCallback, Sampling, Target, make_plan
 
-DEVICE = "cpu"
+DEVICE = "cpu"  # benchmarks/gpu.py sets it
 WARM_UP, REPEAT = 60, 5
 OPACUS_WARM_UP, OPACUS_SECONDS = 2, 5  # at most: of an Opacus fit, the rounds before, and how long it is measured
 LR, Z = 0.01, 1.0
@@ -52,7 +52,7 @@ SHOWN = [name for name in WORKLOADS if name != "wide"]  # that one shows memory,
 
 
 def loss_of(scores: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, -2), y.flatten())
+    return F.cross_entropy(scores.flatten(0, -2).float(), y.flatten())
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -80,10 +80,10 @@ def seconds() -> float:
 
 
 class Clock(pl.Callback):
-    """Read at the start, after `warm_up` rounds, and after `rounds` more."""
+    """Read at the start, after `warm_up` rounds, and after `rounds` more or those of `limit` seconds."""
 
-    def __init__(self, warm_up: int, rounds: int) -> None:
-        self.warm_up, self.rounds, self.done = warm_up, rounds, 0
+    def __init__(self, warm_up: int, rounds: int, limit: float = math.inf) -> None:
+        self.warm_up, self.rounds, self.limit, self.done = warm_up, rounds, limit, 0
         self.read = [seconds()]
 
     @property
@@ -92,6 +92,8 @@ class Clock(pl.Callback):
 
     def on_train_batch_end(self, *_: object) -> None:
         self.done += 1
+        if self.done > self.warm_up + 1 and seconds() - self.read[1] > self.limit:
+            self.rounds = self.done - self.warm_up
         if self.done in (self.warm_up, self.total):
             self.read.append(seconds())
 
@@ -137,14 +139,14 @@ def fit(
 ) -> None:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(
-        accelerator=DEVICE, devices=1, max_epochs=-1, max_steps=clock.total,
+        accelerator=DEVICE, devices=1, max_epochs=-1, max_steps=clock.total, precision=work.precision,
         callbacks=[*privacy, clock], **dict.fromkeys(off, False),
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, work.batch, shuffle=True, **loader))  # type: ignore[arg-type]
 
 
 def opacus(work: Workload, data: TensorDataset, clock: Clock, ghost: bool = False) -> None:
-    clock.warm_up = min(clock.warm_up, OPACUS_WARM_UP)
+    clock.warm_up, clock.limit = min(clock.warm_up, OPACUS_WARM_UP), OPACUS_SECONDS
     module = (work.opacus or work.build)().to(DEVICE).train()
     noise = {"noise_multiplier": Z, "expected_batch_size": work.batch, "max_grad_norm": 1.0}
     if ghost:
@@ -157,12 +159,11 @@ def opacus(work: Workload, data: TensorDataset, clock: Clock, ghost: bool = Fals
     for *x, y in (batch for _ in count() for batch in loader):
         x, y = [t.to(DEVICE) for t in x], y.to(DEVICE)
         optimizer.zero_grad()
-        scores = wrapped(*x)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=work.precision == "bf16-mixed"):
+            scores = wrapped(*x)
         shape = {"shape": y.shape} if ghost and y.dim() == 2 else {}  # a record is a sequence
-        loss(scores.flatten(0, -2), y.flatten(), **shape).backward()
+        loss(scores.flatten(0, -2).float(), y.flatten(), **shape).backward()
         optimizer.step()
-        if clock.done > clock.warm_up and seconds() - clock.read[1] > OPACUS_SECONDS:
-            clock.rounds = clock.done + 1 - clock.warm_up
         clock.on_train_batch_end()
         if clock.done == clock.total:
             return
@@ -196,8 +197,7 @@ def measured(name: str, way: str, warm_up: int, rounds: int | None) -> Timing:
     said = WAYS[way](work, data, clock) or ""
     start, warm, end = clock.read
     each = (end - warm) / clock.rounds
-    peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else resident("VmHWM") - base
-    return Timing(each, warm - start - clock.warm_up * each, peak, said)
+    return Timing(each, warm - start - clock.warm_up * each, resident("VmHWM") - base, said)
 
 
 def resident(row: str) -> float:
@@ -258,7 +258,7 @@ forward and backward passes, norms and clipped sums, by the clock; *beginning* i
 {warm_up} rounds, less that of as many later ones; memory is the peak, without imports and data. Notes say where Opacus
 needs another model, or cannot run.
 
-torch {torch}, opacus {opacus}, {device}
+torch {torch}, opacus {opacus}
 """
 COLUMNS = (
     "", "B", "plain, ms", "dpexp", COMPILED, HOOKS, GHOST, "compiled to plain, rows at once",
@@ -293,17 +293,21 @@ def short(name: str, results: Results) -> str:
     )
 
 
-def write(page: Path, about: dict[str, str], lines: list[str]) -> None:
-    """Puts a table between the two marks of this device."""
-    before, found, after = page.read_text().partition(f"<!-- written by benchmarks/step.py --device {DEVICE} -->\n")
-    if not found:
-        raise SystemExit(f"{page} has no mark for {DEVICE}.")
-    versions = "torch {torch}, Opacus {opacus}".format(**about)
-    table = "\n".join([f"{versions}\n", line(*SHORT), line(*["---"] * len(SHORT)), *lines])
-    page.write_text(f"{before}{found}\n{table}\n\n{END}{after.partition(END)[2]}")
-
-
+DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- until here -->"
+
+
+def write(by: str, text: str) -> None:
+    """Puts a text between two marks of docs/speed.md."""
+    page = DOCS / "speed.md"
+    before, found, after = page.read_text().partition(f"<!-- written by {by} -->\n")
+    if not found:
+        raise SystemExit(f"{page} has no mark for {by}.")
+    page.write_text(f"{before}{found}\n{text}\n\n{END}{after.partition(END)[2]}")
+
+
+def table(head: tuple[str, ...], rows: list[str]) -> str:
+    return "\n".join([line(*head), line(*["---"] * len(head)), *rows])
 
 
 def line(*cells: str) -> str:
@@ -331,22 +335,17 @@ def draw(everything: dict[str, Results], path: Path) -> None:
 
 
 def main() -> None:
-    global DEVICE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, help="that are measured of each fit; default: more, the quicker they are")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="rounds before those")
     parser.add_argument("--repeat", type=int, default=REPEAT, help="fits of each candidate")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument(
-        "--write", action="store_true", help="docs/speed.md between its marks; on a CPU also docs/step_cpu.png"
-    )
+    parser.add_argument("--write", action="store_true", help="docs/speed.md between its marks, and docs/step_cpu.png")
     parser.add_argument("--peak-of", choices=WAYS, help="only this candidate's memory, as JSON")
     arguments = parser.parse_args()
     names = arguments.workloads or SHOWN
     if unknown := {*names} - {*WORKLOADS}:
         parser.error(f"no such workload: {', '.join(unknown)}")
-    DEVICE = arguments.device
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     warnings.filterwarnings("default", ".*one at a time")
@@ -354,7 +353,7 @@ def main() -> None:
     fits = arguments.warm_up, arguments.rounds
     if arguments.peak_of:
         return print(json.dumps(measured(names[0], arguments.peak_of, *fits).peak))
-    about = {"torch": torch.__version__, "opacus": version("opacus"), "device": DEVICE}
+    about = {"torch": torch.__version__, "opacus": version("opacus")}
     lines = [HEAD.format(repeat=arguments.repeat, warm_up=arguments.warm_up, **about)]
     columns = (*COLUMNS, "MiB: " + ", ".join(WAYS))
     lines += [line(*columns), line(*["---"] * len(columns))]
@@ -365,10 +364,10 @@ def main() -> None:
         lines.append(row(name, everything[name]))
         print(lines[-1], flush=True)
     if arguments.write:
-        docs = Path(__file__).parents[1] / "docs"
-        write(docs / "speed.md", about, [short(name, results) for name, results in everything.items()])
-        if DEVICE == "cpu":
-            draw(everything, docs / "step_cpu.png")
+        versions = "torch {torch}, Opacus {opacus}".format(**about)
+        rows = [short(name, results) for name, results in everything.items()]
+        write("benchmarks/step.py", f"{versions}\n\n{table(SHORT, rows)}")
+        draw(everything, DOCS / "step_cpu.png")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The models whose rounds benchmarks/step.py times, and their data."""
+"""The models whose rounds benchmarks/step.py and benchmarks/gpu.py time, and their data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from opacus.layers import DPLSTM
@@ -15,6 +16,10 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from dpexp.training.models import StandardizedConv2d, cnn, wrn
@@ -33,6 +38,11 @@ class Scores(nn.Module):
         places = torch.arange(words.shape[1], device=words.device).repeat(len(words), 1) if self.ids else None
         ids = {"position_ids": places, "token_type_ids": torch.zeros_like(words)}
         return self.model(words, attention_mask=mask, **{name: ids[name] for name in self.ids}).logits
+
+
+class OfImages(Scores):
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        return self.model(images).logits
 
 
 class Recurrent(nn.Module):
@@ -57,9 +67,11 @@ def bert(*ids: str) -> nn.Module:
     return Scores(BertForSequenceClassification(BertConfig(**sizes, intermediate_size=256, **off)), *ids)
 
 
-def gpt2(*ids: str, tied: bool = True) -> nn.Module:
+TINY_GPT2 = {"vocab_size": WORDS, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}
+
+
+def gpt2(*ids: str, tied: bool = True, sizes: dict[str, int] = TINY_GPT2) -> nn.Module:
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    sizes = {"vocab_size": WORDS, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}
     return Scores(GPT2LMHeadModel(GPT2Config(**sizes, **off, use_cache=False, tie_word_embeddings=tied)), *ids)
 
 
@@ -69,9 +81,9 @@ def llama(lora: bool = False) -> nn.Module:
     return Scores(get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])) if lora else model)
 
 
-def wide_resnet(standardized: bool) -> nn.Module:
-    """WRN-16-2 with GroupNorm, as dpexp has it with standardized weights, or with ordinary ones."""
-    module = wrn([3, 32, 32], 10, depth=16, width=2)
+def wide_resnet(standardized: bool, width: int = 2) -> nn.Module:
+    """WRN-16 with GroupNorm, as dpexp has it with standardized weights, or with ordinary ones."""
+    module = wrn([3, 32, 32], 10, depth=16, width=width)
     for parent in [] if standardized else [*module.modules()]:
         for name, c in parent.named_children():
             if isinstance(c, StandardizedConv2d):
@@ -87,9 +99,9 @@ def vectors(*shape: int, classes: int = 10) -> Data:
     return lambda n: (torch.randn(n, *shape), torch.randint(classes, (n,)))
 
 
-def texts(n: int, t: int = 64) -> tuple[Tensor, ...]:
+def texts(n: int, t: int = 64, words: int = WORDS) -> tuple[Tensor, ...]:
     """Words and the next ones."""
-    x = torch.randint(WORDS, (n, t + 1))
+    x = torch.randint(words, (n, t + 1))
     return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
 
@@ -113,6 +125,7 @@ class Workload:
     opacus: Callable[[], nn.Module] | None = None  # what it is given instead, and how that differs
     differs: str = ""
     batches: int = 50  # of B, in the data set
+    precision: str = "32-true"  # a Trainer's
 
 
 IDS = ("position_ids", "token_type_ids")
@@ -136,3 +149,56 @@ WORKLOADS: dict[str, Workload] = {
     "wrn_ws": Workload("the same, standardized", lambda: wide_resnet(True), vectors(3, 32, 32), 32, 20),
     "wide": Workload("MLP 784-4096-10", lambda: dense(784, 4096, 10), vectors(784), 4096, 4, batches=4),
 }
+
+
+def real_sizes(small: bool) -> dict[str, Workload]:
+    """Models of the sizes that people train, with random weights, in order of worth; or the same, shrunk."""
+    shrunk = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+    def sizes(**real: int) -> dict[str, int]:
+        return {name: shrunk.get(name, min(size, 128)) for name, size in real.items()} if small else real
+
+    def vit() -> nn.Module:
+        wide = sizes(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
+        return OfImages(ViTForImageClassification(ViTConfig(**wide, image_size=pixels, num_labels=100)))
+
+    def roberta() -> nn.Module:
+        off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        wide = sizes(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, vocab_size=50265
+        )
+        model = RobertaForSequenceClassification(RobertaConfig(**wide, **off, max_position_embeddings=514))
+        lora = LoraConfig(r=8, target_modules=["query", "value"], modules_to_save=["classifier"])
+        return Scores(get_peft_model(model, lora))
+
+    def llama_1b() -> nn.Module:
+        """Llama 3.2's widths."""
+        wide = sizes(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, intermediate_size=8192)
+        wide |= sizes(vocab_size=128256) | {"num_key_value_heads": 2 if small else 8}
+        model = LlamaForCausalLM(LlamaConfig(**wide, use_cache=False, tie_word_embeddings=True)).to(torch.bfloat16)
+        return Scores(get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])))
+
+    def words(t: int, vocabulary: int) -> Data:
+        return lambda n: texts(n, min(t, 16) if small else t, 128 if small else vocabulary)
+
+    def labelled(n: int) -> tuple[Tensor, ...]:
+        return torch.randint(5, 128 if small else 50265, (n, 16 if small else 256)), torch.randint(2, (n,))
+
+    pixels = 32 if small else 224
+    gpt2_124m = TINY_GPT2 | {"vocab_size": 128, "n_embd": 32, "n_layer": 1} if small else {}
+    wrn_width = 1 if small else 4
+
+    def of(title: str, build: Callable[[], nn.Module], data: Data, batch: int, **more: Any) -> Workload:
+        return Workload(title, build, data, 4 if small else batch, batches=8, **more)
+
+    return {
+        "gpt2_124m": of(
+            "GPT-2 124 M, T 512, bf16-mixed", lambda: gpt2(sizes=gpt2_124m), words(512, 50257), 16,
+            opacus=lambda: gpt2(IDS[0], tied=False, sizes=gpt2_124m), differs="untied, all ids given",
+            precision="bf16-mixed",
+        ),
+        "wrn_16_4": of("WRN-16-4, 32×32", lambda: wide_resnet(False, wrn_width), vectors(3, 32, 32), 256),
+        "roberta_lora": of("RoBERTa-large, T 256, LoRA", roberta, labelled, 32),
+        "vit": of("ViT-B/16, 224×224", vit, vectors(3, pixels, pixels, classes=100), 32),
+        "llama_lora": of("Llama 1 B, T 512, LoRA, bf16", llama_1b, words(512, 128256), 8),
+    }  # fmt: skip

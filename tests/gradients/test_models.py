@@ -3,7 +3,7 @@
     python -m pytest tests/gradients/test_models.py          # some
     python -m pytest tests/gradients/test_models.py -m ''    # all
     python tests/gradients/test_models.py                    # writes docs/zoo.md
-    python tests/gradients/test_models.py cuda               # prints what is otherwise on a GPU, and errors above 1e-9
+    python tests/gradients/test_models.py cuda [FAMILY]      # prints what is otherwise on a GPU, and errors above 1e-9
 
 Image models need timm and torchvision: extra [models].
 """
@@ -135,18 +135,21 @@ def section(title, found):
         yield f"| {name} | {mode} | {re.split(r'[.] Keep |, so that ', reason)[0].replace('|', '∣')} |"
 
 
-def on_device(device):
-    """Prints the models whose mode is not the one listed above, or whose sums are wrong."""
-    for family, models in MODELS.items():
-        for name in models:
+def on_device(device, *families):
+    """Prints the models whose mode is not the one listed above, or whose sums are wrong; returns whether any are."""
+    wrong = False
+    for family in families or MODELS:
+        for name in MODELS[family]:
             mode, reason, error = run(family, name, False, torch.float64, device)
+            wrong |= error > 1e-9
             if mode != EXPECTED.get(name, "traced") or error > 1e-9:
                 print(f"{name}: {mode}, error {error:.0e}; {reason}", flush=True)
+    return wrong
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if sys.argv[1:]:
-        on_device(sys.argv[1])
+        sys.exit(on_device(*sys.argv[1:]))
     else:
         PAGE.write_text("\n".join(page()) + "\n")
