@@ -40,6 +40,8 @@ level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
 current_level: Callable[[], Any] = _functorch.maybe_current_level
 batched: Callable[[Tensor, Any, int], Tensor] = _functorch._add_batch_dim  # (tensor, dimension, level)
 
+add_each: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_add_  # in place, in one launch
+
 UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
 UNSAFE_INDEX_PUT = torch.ops.aten._unsafe_index_put.default
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -138,7 +138,7 @@ def test_factors_of_a_step_stay_in_half_precision(name):
 
 
 RULES = ("linear", "linear, held", "linear, by Gram matrices", "table, by positions", "convolution, in pieces",
-         "convolution, by Gram matrices", "tied", "attention")  # fmt: skip
+         "convolution, by Gram matrices", "tied, held", "tied, by positions", "attention")  # fmt: skip
 
 
 @pytest.mark.parametrize("device_multiplies", [False, True])

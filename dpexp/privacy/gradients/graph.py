@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dpexp._torch_compat import operator_function, proxy_tensor, quick_tracing, tree_flatten, tree_unflatten
+from dpexp._torch_compat import add_each, operator_function, proxy_tensor, quick_tracing, tree_flatten, tree_unflatten
 from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.compiled import MARK, Compiled, Progress
 from dpexp.privacy.gradients.graph_passes import share
@@ -163,7 +163,7 @@ def add_sums(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
     new = {name.removeprefix("sum:"): value for name, value in found.items() if name.startswith("sum:")}
     both = [name for name in new if name in sums]
     if both:
-        torch._foreach_add_([sums[name] for name in both], [new[name] for name in both])
+        add_each([sums[name] for name in both], [new[name] for name in both])
     sums |= {name: value for name, value in new.items() if name not in both}
 
 
