@@ -17,6 +17,7 @@ from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.one_at_a_time import LocalTrainer, OneAtATime
+from dpexp.privacy.gradients.per_example import undisturbed
 from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.mechanism import add_noise, by_parameter
@@ -148,7 +149,7 @@ class PrivateRound:
         for parameter in self._module.parameters():
             parameter.grad = None
         if self.step.mode is None:
-            self.step.decide(chunk)
+            undisturbed(lambda: self.step.decide(chunk))
         clip_norms = self._clip.clip_norms(self.current_plan.groups, self.device)
         for found in self.step.add(chunk, clip_norms, self._sums):
             self.skip(1, found) if isinstance(found, Exception) else self._note(found)

@@ -17,6 +17,7 @@ from dpexp.errors import ConfigError, positive_integer
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes, SharedLedger, collectives_refused, digest_of_plan, ledger_of
 from dpexp.privacy.dry_run import dry_run
+from dpexp.privacy.gradients.per_example import undisturbed
 from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.continuous import GaussianNoise
@@ -266,7 +267,8 @@ class PrivateTraining:
         refusals.refuse_hooks(training_step.module)
         sampler = self._rounds.sampler
         later, within = (self._in_round(t, sampler.place(t)) for t in (self.plan.rounds - 1, self.rounds_done + 1))
-        dry_run(step, self._rounds, training_step, later, within)
+        rounds = self._rounds
+        undisturbed(lambda: dry_run(step, rounds, training_step, later, within))
         self._rounds.say_padding()
         refusals.refuse_read_by_hooks(training_step, self._readers(), step.kept)
         self._after_dry_run()

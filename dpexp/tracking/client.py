@@ -8,12 +8,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from shlex import quote
+from threading import Thread
 
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
@@ -158,14 +160,18 @@ class Sender:
     The timestamps of metrics count up by one millisecond from the start: the duration of a round depends on its private
     sample.
 
-    No method raises because of the server. What it misses is not sent again; the job's folder has the results.
+    No method raises because of the server. What it misses is not sent again; the job's folder has the results. At its
+    end, Python does not wait for the thread.
     """
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self._client, self._run_id = client, run_id
         self._clock = count(int(time.time() * 1000))
-        self._thread = ThreadPoolExecutor(1)
-        self._last: Future[None] = self._thread.submit(lambda: None)
+        self._calls: SimpleQueue[tuple[Future, Callable[[], object]]] = SimpleQueue()
+        self._closed = False
+        self._send(int)
+        self._thread = Thread(target=self._work, daemon=True)
+        self._thread.start()
         self._metrics: list[Metric] = []  # until the next request
         self._next_request = 0.0
         self.missed: str | None = None  # why the server has not got everything
@@ -179,44 +185,49 @@ class Sender:
 
     def params(self, values: Mapping[str, str]) -> None:
         for some in chunk_list([Param(key, value) for key, value in values.items()], MAX_PARAMS):
-            self._send(self._client.log_batch, params=some)
+            self._send(self._client.log_batch, self._run_id, params=some)
 
     def tags(self, values: Mapping[str, str]) -> None:
         for key, value in values.items():
-            self._send(self._client.set_tag, key, value)
+            self._send(self._client.set_tag, self._run_id, key, value)
 
     def file(self, path: Path) -> None:
-        self._send(self._client.log_artifact, str(path.resolve()))
+        self._send(self._client.log_artifact, self._run_id, str(path.resolve()))
 
     def text(self, path: Path) -> None:
         """Sends a text file without the passwords of addresses."""
-        self._send(self._client.log_text, without_passwords(path.read_text()), path.name)
+        self._send(self._client.log_text, self._run_id, without_passwords(path.read_text()), path.name)
 
     def model(self, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None) -> None:
         """Logs a folder in MLflow's format as a model, and registers it under `name`, if given."""
-        self._send(partial(send_model, self._client), folder.resolve(), rounds, tags, name)
+        self._send(send_model, self._client, self._run_id, folder.resolve(), rounds, tags, name)
 
-    def close(self, status: str, patience: float = 20.0) -> None:
+    def close(self, status: str, patience: float) -> None:
         """Sends the rest and then the status, for at most `patience` seconds."""
         self._send_metrics()
-        self._send(self._client.set_terminated, status)
+        self._send(self._client.set_terminated, self._run_id, status)
         if wait([self._last], patience).not_done:
             self.missed = self.missed or f"it did not answer within {patience:g} s"
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        self._calls.put((Future(), int))
 
     def _send_metrics(self) -> None:
         for some in chunk_list(self._metrics, MAX_METRICS):
-            self._send(self._client.log_batch, metrics=some)
+            self._send(self._client.log_batch, self._run_id, metrics=some)
         self._metrics = []
 
     def _send(self, call: Callable[..., object], *values: object, **named: object) -> None:
-        self._last = self._thread.submit(self._try, call, values, named)
+        self._last: Future[None] = Future()
+        self._calls.put((self._last, partial(call, *values, **named)))
 
-    def _try(self, call: Callable[..., object], values: tuple[object, ...], named: dict[str, object]) -> None:
-        try:
-            call(self._run_id, *values, **named)
-        except Exception as error:
-            self.missed = self.missed or one_line(error)
+    def _work(self) -> None:
+        while not self._closed:
+            done, call = self._calls.get()
+            try:
+                call()
+            except Exception as error:
+                self.missed = self.missed or one_line(error)
+            done.set_result(None)
 
 
 # The columns of the list of runs. MLflow keeps such views in undocumented tags of the experiment.

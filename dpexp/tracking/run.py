@@ -206,7 +206,7 @@ class TrackedRun:
         """Sends the rest and the status."""
         if reason is not None:
             self._sender.tags({ERROR: reason})
-        self._sender.close(status)
+        self._sender.close(status, patience=2.0 if status == "KILLED" else 20.0)
         if self._sender.missed is not None:
             print_missed(self._sender.missed, self._output)
 

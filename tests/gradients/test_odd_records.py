@@ -1,10 +1,14 @@
 """Records that fail, that are not what they say, and what is random: each is its own alone, and trains as by hand."""
 
+import contextlib
 import functools
 import os
 import random
 import signal
+import threading
+import time
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -31,6 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
+from dpexp.privacy.gradients.per_example import undisturbed
 from dpexp.privacy.noise.randomness import KeyStream, seed_everything
 from dpexp.privacy.sampling.privacy_unit import Microbatch
 
@@ -313,6 +318,98 @@ def test_a_checkpoint_that_a_signal_saves_within_a_trace_holds_the_weights(tmp_p
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert engine.step.mode == "traced" and torch.equal(torch.load(saved)["weight"], module.weight)
+
+
+class Counting(nn.Linear):
+    """Has data on its class, and a step that a signal meets at its k-th call: it then sleeps for a minute."""
+
+    seen: ClassVar = {"calls": 0}
+
+
+def met_by(number, at, around=contextlib.nullcontext):
+    calls = []
+
+    def loss_of(m, x):
+        calls.append(1)
+        type(m).seen["calls"] += 1
+        if len(calls) == at:
+            with around():
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            for _ in range(6000):  # where its exception was caught, it comes again
+                time.sleep(0.01)
+        loss = m(x).sum()
+        return loss if loss > -1e9 or not float(x.sum()) else -loss  # a question: what is not traced runs alone
+
+    return loss_of, calls
+
+
+@contextlib.contextmanager
+def handled_by(number, handler):
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+PHASES = [1, 2, 3]  # the first trace; and, of a step that cannot be traced, its synthetic records, and their test
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: contextlib.suppress(BaseException)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("at", PHASES)
+def test_a_signal_ends_a_dry_run_at_once_and_its_handler_finds_what_was_there(at, number, around):
+    module, whole = Counting(4, 2), []
+    tensors, modes = dict(module.named_parameters()), torch.overrides._len_torch_function_stack
+    held = {name: t.clone() for name, t in tensors.items()}
+
+    def end(*_):
+        whole.append(all(module.get_parameter(name) is t and torch.equal(t, held[name]) for name, t in tensors.items()))
+        whole.append(Counting.seen == {"calls": 0} and modes() == 0 and torch.zeros(1).item() == 0)
+        raise SystemExit(128 + number)
+
+    engine, (loss_of, calls) = engine_of(module), met_by(number, at, around)
+    began = time.monotonic()
+    with handled_by(number, end), pytest.raises(SystemExit, match=str(128 + number)):
+        sums_of(engine, loss_of, torch.randn(6, 4))
+    assert time.monotonic() - began < 20 and len(calls) == at and whole == [True, True]
+    assert engine.step.mode is None and not engine._sums, "the next round decides"
+    assert threading.active_count() == 1 or not any("raise_again" in t.name for t in threading.enumerate())
+
+
+@pytest.mark.parametrize("at", PHASES)
+def test_a_dry_run_that_a_handler_interrupts_and_does_not_end_begins_again(at):
+    module, x, got = Counting(4, 2), torch.randn(6, 4), []
+    with handled_by(signal.SIGTERM, lambda *_: got.append(Counting.seen["calls"])):
+        found = sums_of(engine_of(module), met_by(signal.SIGTERM, at)[0], x)
+    expected = sums_of(engine_of(module), met_by(signal.SIGTERM, None)[0], x)
+    assert got == [0] and all(torch.equal(found[name], total) for name, total in expected.items())
+
+
+def test_an_exception_of_a_signal_waits_until_a_context_is_left():
+    """What a context manager undoes is undone wholly: the exception comes again, half a second later."""
+    undone = []
+
+    class Slow:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            os.kill(os.getpid(), signal.SIGTERM)
+            undone.append(1)
+
+    def run():
+        with Slow():
+            pass
+        time.sleep(60)
+
+    def end(*_):
+        raise SystemExit(143)
+
+    with handled_by(signal.SIGTERM, end), pytest.raises(SystemExit):
+        undisturbed(run)
+    assert undone == [1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

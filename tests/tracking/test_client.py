@@ -48,7 +48,7 @@ def test_metrics_wait_for_a_slow_server_in_few_requests(run):
     for step in range(2501):
         sender.metrics({"a": float(step), "b+c": 0.0}, step)
     client.answers.set()
-    sender.close("FINISHED")
+    sender.close("FINISHED", patience=20)
     assert sender.missed is None and client.requests.count("log_batch") <= 1 + 6
     assert [point.value for point in client.get_metric_history(run_id, "a")] == list(range(2501))
     found = client.get_run(run_id)
@@ -62,7 +62,7 @@ def test_no_metric_tells_how_long_a_round_took(run, monkeypatch):
     sender = Sender(client, run_id)
     for step in range(3):
         sender.metrics({"a": 1.0, "b": 2.0}, step)
-    sender.close("FINISHED")
+    sender.close("FINISHED", patience=20)
     first, *later = [point.timestamp for point in client.get_metric_history(run_id, "a")]
     assert first == 1_000_000 and later == [first + 1, first + 2]
 
@@ -78,7 +78,7 @@ def test_what_a_server_missed_is_said_and_the_rest_arrives(run, tmp_path):
     sender.params({f"p{k}": "1" for k in range(101)})
     sender.tags({"t": "x"})
     sender.file(tmp_path / "notes.txt")
-    sender.close("KILLED")
+    sender.close("KILLED", patience=20)
     assert sender.missed == "no route to host"
     found = client.get_run(run_id)
     assert (found.info.status, found.data.tags["t"], len(found.data.params)) == ("KILLED", "x", 101)
@@ -95,7 +95,7 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(run, tmp_path):
     sender.close("FINISHED", patience=0.1)
     assert sender.missed == "it did not answer within 0.1 s"
     client.answers.set()
-    sender._thread.shutdown()
+    sender._thread.join()
     assert client.requests == ["log_batch"], "all others were given up"
 
 

@@ -3,11 +3,15 @@
 import json
 import os
 import signal
+import socket
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import signal_after
 from jobs import result_of, store_of
+from mlflow import MlflowClient
 from test_run_costs import FORK
 
 import dpexp
@@ -141,6 +145,23 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     assert not recwarn
 
 
+def silent_after(rounds):
+    """Lets MLflow's requests wait for a minute once a job has done some rounds."""
+    commit, request = LedgerWriter.commit, MlflowClient.log_batch
+
+    def noting(self):
+        commit(self)
+        if len(self.ledger) == rounds:
+            Path("silent").touch()
+
+    def waiting(self, *given, **named):
+        if Path("silent").exists():
+            time.sleep(60)
+        return request(self, *given, **named)
+
+    LedgerWriter.commit, MlflowClient.log_batch = noting, waiting
+
+
 ENDLESS = ("model=logistic", "sampling.steps=2000", "privacy.noise_multiplier=20", "trainer.num_evaluations=0",
            "trainer.compile=false")  # fmt: skip
 
@@ -156,6 +177,30 @@ def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(forked, tm
     assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path, run)
     assert f"Interrupted after {len(found)} of 2000 rounds: ε =" in printed and "Traceback" not in printed
     assert "python -m dpexp resume" in printed and "Warning" not in printed and "ends early" not in printed
+
+
+@pytest.mark.parametrize("asleep", ["from the start", "after 20 rounds"])
+def test_a_server_that_does_not_answer_does_not_keep_an_interrupted_job(forked, tmp_path, asleep):
+    """It accepts connections, at first or later, and is silent: MLflow itself waits half a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if asleep == "from the start":
+            job = forked(*ENDLESS, f"tracking.uri={uri}")
+            server.settimeout(120)
+            server.accept()
+        else:
+            job = forked(*ENDLESS, first=(silent_after, 20))
+            while len([*tmp_path.glob("silent")]) == 0 and job.is_alive():
+                time.sleep(0.05)
+        time.sleep(1)
+        began = time.monotonic()
+        job.send_signal(signal.SIGTERM)
+        printed = job.ended()
+    assert job.exitcode == 128 + signal.SIGTERM, printed[-2000:]
+    assert time.monotonic() - began < 15  # 3 s on an idle machine
+    if asleep != "from the start":
+        (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
+        assert not read_ledger(ledger).incomplete and "it did not answer within 2 s" in printed
 
 
 def test_of_sigkill_the_next_run_in_the_store_tells(tmp_path, empty_store):

@@ -8,6 +8,7 @@ memory. Within a stage norms allow for rounding in any order of summation (`norm
 
 import copy
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -189,25 +190,27 @@ class CompileDecision:
         fixed = _FLOPS_OF_A_CHUNK[device] + _FLOPS_OF_A_PARAMETER * parameters
         return min(candidates, key=lambda rows: self.chunks(rows) * (rows * flops + fixed))
 
-    def worth_trying(self, seconds: float, nodes: int) -> bool:
-        """Whether compiling may save time, given the seconds of a round and the number of operators."""
+    def worth_trying(self, seconds: float, nodes: int, device: torch.device) -> bool:
+        """Whether compiling may save time, given the seconds of a round and the number of operators; begins to measure
+        how long compiling takes."""
         estimate, limit = 5 + nodes / 50, self._rounds * seconds * _MAX_SAVING / _MIN_GAIN
-        self._began, self._limit = time.perf_counter(), math.inf if self.decided else limit
+        self._began, self._device, self._limit = now(device), device, math.inf if self.decided else limit
         if self.decided is None and limit < estimate:
             self.decided = False
         return self.decided is not False
 
     def progress(self, done: int, stages: int) -> None:
         """Reports how many stages are compiled; raises TimeoutError if compile=auto exceeds its time limit."""
-        elapsed = time.perf_counter() - self._began
+        elapsed = now(self._device) - self._began
         if elapsed > self._limit:
             raise TimeoutError(
                 f"{done} of {stages} stages took {elapsed:.0f} s, more than 1/{_MIN_GAIN} of what it may save"
             )
         warnings.warn(f"compiling the step: {done} of {stages} stages after {elapsed:.0f} s.")
 
-    def compare(self, before: float, after: float, duration: float) -> bool:
-        """Whether the compiled graph is used, given the seconds of a round before and after, and of compiling."""
+    def compare(self, before: float, after: float) -> bool:
+        """Whether the compiled graph is used, given the seconds of a round before and after."""
+        duration = now(self._device) - self._began
         times = f"a round takes {_ms(after)} instead of {_ms(before)}; compiling took {duration:.0f} s"
         if self.decided is None:
             self.decided = after < before
@@ -232,18 +235,19 @@ def flops(run: Callable[[], object]) -> int:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of three calls, or of fewer that take a second: on a CPU the process's CPU time per thread,
-    which other jobs of the machine do not lengthen, on a GPU the time by the clock."""
-
-    def now() -> float:
-        if device.type == "cpu":
-            return time.process_time() / torch.get_num_threads()
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
+    """The shortest time of three calls, or of fewer that take a second: on a CPU per thread."""
     times: list[float] = []
     while len(times) < 3 and sum(times) < 1:
-        began = now()
+        began = now(device)
         run()
-        times.append(now() - began)
+        times.append((now(device) - began) / (torch.get_num_threads() if device.type == "cpu" else 1))
     return min(times)
+
+
+def now(device: torch.device) -> float:
+    """Seconds of which differences are durations: on a CPU the CPU time of the process and of those that it waited for,
+    such as compilers, which other jobs of the machine do not lengthen; on a GPU the time by the clock."""
+    if device.type == "cpu":
+        return time.process_time() + sum(os.times()[2:4])
+    torch.cuda.synchronize(device)
+    return time.perf_counter()

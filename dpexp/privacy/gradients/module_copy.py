@@ -65,7 +65,7 @@ def copies(
                 own_owner = None if owner is None else own
             else:
                 own_owner = _copy_of_owner(owner, known, parts)
-            around.callback(_copy_class_data({*map(type, module.modules()), type(owner)}, known, shared))
+            around.enter_context(_class_data_copied({*map(type, module.modules()), type(owner)}, known, shared))
         yield own, own_owner
 
 
@@ -123,25 +123,25 @@ def _viewed(value: Any, known: dict[int, Any], name: str) -> Any:
     return View(value, known, name)
 
 
-def _copy_class_data(kinds: set[type], known: dict[int, Any], shared: tuple[type, ...]) -> Callable[[], None]:
-    """Gives users' classes, and their bases, copies of the data that they hold, but for what is shared. Returns what
-    undoes that, and all that was set on them since."""
+@contextmanager
+def _class_data_copied(kinds: set[type], known: dict[int, Any], shared: tuple[type, ...]) -> Iterator[None]:
+    """Gives users' classes, and their bases, copies of the data that they hold, but for what is shared; undoes that,
+    and all that was set on them in the block."""
     before = {base: dict(vars(base)) for kind in kinds for base in kind.__mro__ if _is_users(base)}
-    for kind in before:
-        for name, value in _data_of(kind).items():
-            if not isinstance(value, shared):
-                with suppress(Exception):
-                    setattr(kind, name, _copied(value, known))
-
-    def undo() -> None:
+    try:
+        for kind in before:
+            for name, value in _data_of(kind).items():
+                if not isinstance(value, shared):
+                    with suppress(Exception):
+                        setattr(kind, name, _copied(value, known))
+        yield
+    finally:
         for kind, held in before.items():
             for name, value in dict(vars(kind)).items():
                 if name not in held:
                     delattr(kind, name)
                 elif value is not held[name]:
                     setattr(kind, name, held[name])
-
-    return undo
 
 
 def _data_of(kind: type) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """A record's loss, and its gradient by ordinary autograd."""
 
+import _thread
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -126,36 +128,82 @@ def _refuse_seed(*_: Any) -> NoReturn:
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
+_AGAIN = 0.5  # seconds
+
+
+def undisturbed(run: Callable[[], object]) -> None:
+    """Runs what replaces a module's tensors and its classes' data meanwhile, and can be run again.
+
+    A signal first ends it, by KeyboardInterrupt, and what was replaced is put back; then the signal's handler is
+    called, which may save a checkpoint, or raise, which ends the job. If it returns, all runs again, with signals of
+    this number deferred.
+    """
+    handled, before = set[int](), -1
+    while len(handled) > before:
+        before = len(handled)
+        with signals_deferred(handled):
+            run()
 
 
 @contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Defers signal handlers to the end of the block, which runs the training step.
+def signals_deferred(handled: set[int] | None = None) -> Iterator[None]:
+    """Defers signal handlers to the end of the block, which runs the training step on one record.
 
-    A handler may save a checkpoint, while the module's tensors are replaced by those of a trace or of one user. A
-    second Ctrl-C is not deferred and ends the step.
+    A handler may save a checkpoint, while the module's parameters are replaced by those of one user. A second Ctrl-C is
+    not deferred and ends the step.
+
+    Args:
+        handled: signals of other numbers end the block, whose exceptions are dropped then; they are added. None: no
+            signal does.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[int] = []
+    received: dict[int, bool] = {}  # numbers, in order, and whether they end the block
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
 
-    def defer(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and number in received:
+    def defer(number: int, frame: FrameType | None) -> None:
+        second = number == signal.SIGINT and number in received
+        received[number] = ends = handled is not None and number not in handled
+        if (ends and not _within_enter_or_exit(frame)) or (second and handled is None):
             raise KeyboardInterrupt
-        received.append(number)
 
+    def raise_again() -> None:
+        """Python drops what is raised while it collects garbage, and so may a user's code."""
+        while not ended.wait(_AGAIN):
+            for number in [number for number, ends in [*received.items()] if ends]:
+                _thread.interrupt_main(signal.Signals(number))
+
+    ended, again = threading.Event(), threading.Thread(target=raise_again)
     for number in deferred:
         signal.signal(number, defer)
     try:
+        if handled is not None:
+            again.start()
         yield
+    except BaseException:
+        if not any(received.values()):
+            raise
     finally:
+        ended.set()
+        if handled is not None:
+            again.join()
         for number, handler in deferred.items():
             signal.signal(number, handler)
         for number in received:
             deferred[number](number, None)  # type: ignore[operator]
+        if handled is not None:
+            handled.update(received)
+
+
+def _within_enter_or_exit(frame: FrameType | None) -> bool:
+    """Whether a context is being entered or left, where an exception could leave half of it replaced."""
+    while frame is not None and frame.f_code is not undisturbed.__code__:
+        if frame.f_code.co_name in ("__enter__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class CtcTargetsChecked(TorchFunctionMode):

@@ -23,7 +23,7 @@ from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_at_a_time import OneAtATime
 from dpexp.privacy.gradients.one_record import OneRecord, difference, trace_one
 from dpexp.privacy.gradients.operators import NotTraceable
-from dpexp.privacy.gradients.per_example import NO_GRADIENT, signals_deferred
+from dpexp.privacy.gradients.per_example import NO_GRADIENT, signals_deferred, undisturbed
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.randomness import own_state
 from dpexp.privacy.state_checks import digest_as_integer
@@ -137,29 +137,37 @@ class Step:
             ConfigError: the step fails, keeps state of records, or changes a weight.
         """
         shapes = 1 + len(others)
-        with signals_deferred():
+
+        def trace() -> None:
             if self.alone.trains_users:
-                self.mode = LOOP
-            elif shapes > _MANY_SHAPES:
-                self.mode, self.reason = LOOP, f"the data's records have too many shapes to trace each. {_PAD}"
-            else:
-                self._try(lambda: self._trace_first(chunk, later, within))
-            self._test_alone([chunk, *others])
+                raise NotTraceable("users train one at a time")
+            if shapes > _MANY_SHAPES:
+                raise NotTraceable(f"the data's records have too many shapes to trace each. {_PAD}")
+            self._trace_first(chunk, later, within)
+
+        self._choose(trace, [chunk, *others])
         if self.mode == TRACED and shapes > _SOME_SHAPES:
             warnings.warn(
                 f"data: 16 records have {shapes} shapes. Only those of one shape are processed together, and the step "
                 f"is traced for each, which is slow. {_PAD}"
             )
 
-    def _try(self, trace: Callable[[], None]) -> None:
-        """Decides for `TRACED` if that succeeds."""
+    def _choose(self, trace: Callable[[], None], chunks: Sequence[Chunk]) -> None:
+        """Decides for `TRACED` if that succeeds, and else for `LOOP`, which is tested on such chunks. If an error is
+        raised, nothing is decided."""
+        before = self.mode
         try:
-            trace()
-            self.mode = TRACED
-        except _NOT_A_RECORDS_FAULT:
+            try:
+                trace()
+                self.mode = TRACED
+            except _NOT_A_RECORDS_FAULT:
+                raise
+            except Exception as error:
+                self.mode, self.reason = LOOP, explain(error)
+            self._test_alone(chunks)
+        except BaseException:
+            self.mode = before
             raise
-        except Exception as error:
-            self.mode, self.reason = LOOP, explain(error)
 
     def _trace(self, chunk: Chunk) -> OneRecord:
         """A new trace of the step, for a record of a chunk's shapes and types."""
@@ -211,14 +219,13 @@ class Step:
         is_other = bool(changed(self._read, read))
         hooked = due and changed(usual.attributes, step.attributes())
         stale = any(graphs.one.specs != graphs.one.inputs.specs() for graphs in self._graphs.values())
-        self._read, self._other = read, self._other + 1 if is_other else 0
+        self._other = self._other + 1 if is_other else 0
         if is_other or hooked or stale or (epoch_begins and self._by_epoch):
             chunk = replace(self._reference, step=step)
-            with signals_deferred():
-                self._try(lambda: self._trace_changed(chunk, epoch_begins))
-                self._test_alone([chunk])
+            undisturbed(lambda: self._choose(lambda: self._trace_changed(chunk, epoch_begins), [chunk]))
         elif not epoch_begins:
             self._changes = 0
+        self._read = read
         if self._other == _MAX_CHANGES + 1 and self.mode == TRACED:
             warnings.warn(f"the step is traced again in each round, which is slow: {OTHER_FUNCTION}.")
 
@@ -229,12 +236,13 @@ class Step:
             self._usual_shape.one.attributes, self._usual_shape.one.inputs = new.attributes, new.inputs
             self._graphs, self._refused = {chunk.key: self._usual_shape}, {}
             return
-        self._changes += not epoch_begins
+        changes = self._changes + (not epoch_begins)
         if self._other > _MAX_CHANGES:
             raise NotTraceable(OTHER_FUNCTION)
-        if self._changes > _MAX_CHANGES:
+        if changes > _MAX_CHANGES:
             raise NotTraceable("hooks change an attribute that it reads in every round; keep it in a buffer")
         self._use(new, chunk)
+        self._changes = changes
 
     def _graphs_of(self, chunk: Chunk) -> Graphs:
         """The graphs of a chunk's shape; a new shape is traced first.
@@ -246,8 +254,7 @@ class Step:
         if key in self._graphs:
             return self._graphs[key]
         if key not in self._refused:
-            with signals_deferred():
-                self._trace_new_shape(chunk, key)
+            undisturbed(lambda: self._trace_new_shape(chunk, key))
         if key in self._refused:
             raise NotTraceable(self._refused[key])
         if len(self._graphs) == _SHAPES_TRACED:
@@ -263,17 +270,19 @@ class Step:
         The usual shape is traced again, too: if the step had changed, records of the new shape would be processed by
         another step than the others.
         """
-        usual = self._usual_shape
+        usual, found, refused = self._usual_shape, dict[Hashable, Graphs](), dict[Hashable, str]()
         try:
             one = self._trace(chunk)
-            self._graphs[key] = Graphs(one, chunk, self._clip, self.usual, self._device, usual.synthetic)
+            found[key] = Graphs(one, chunk, self._clip, self.usual, self._device, usual.synthetic)
         except _NOT_A_RECORDS_FAULT:
             raise
         except Exception as error:
             shapes = describe([tensor[0] for tensor in chunk.tensors])
-            self._refused[key] = f"training_step cannot be traced for records of {shapes}: {explain(error)}"
+            refused[key] = f"training_step cannot be traced for records of {shapes}: {explain(error)}"
         if difference(usual.one, self._trace(replace(self._reference, step=chunk.step))) is not None:
             raise ConfigError(STEP_CHANGED)
+        self._graphs |= found
+        self._refused |= refused
 
     def _test_alone(self, chunks: Sequence[Chunk]) -> None:
         """Tests a step that runs one record at a time, and warns of the time that it takes."""
