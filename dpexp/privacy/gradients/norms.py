@@ -122,7 +122,8 @@ def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tens
         A = product(x[:, start:end], x[:, :end].transpose(1, 2))
         G = product(g[:, start:end], g[:, :end].transpose(1, 2))
         AG = A * G
-        found.append(_symmetric(torch.stack([A * A, G * G, AG], 1), start))
+        rows = torch.stack([_row_sums(strip, start) for strip in (A * A, G * G, AG)], 1)
+        found.append(rows.sum(2, dtype=torch.float64))
         lengths.append(AG[:, :, start:].diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1, dtype=torch.float64))
     A_squared, G_squared, total = sum(found[1:], found[0]).unbind(1)
     error_x, error_g = d * u * x_squared + d * T * lost, p * u * g_squared + p * T * lost
@@ -135,13 +136,10 @@ def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tens
     return _or_infinite((total + _SLACK * error + T**2 * lost).sqrt() + _SLACK * T * ADDING[dtype] * length)
 
 
-def _symmetric(strips: Tensor, start: int) -> Tensor:
-    """[B, k] in float64: sums over strips [B, k, rows, columns] of symmetric matrices, row by row; entries left of the
-    diagonal block count twice."""
-    rows = strips[..., start:].sum(3)
-    if start:
-        rows = torch.add(rows, strips[..., :start].sum(3), alpha=2)
-    return rows.sum(2, dtype=torch.float64)
+def _row_sums(strip: Tensor, start: int) -> Tensor:
+    """[B, rows] of a strip [B, rows, columns] of a symmetric matrix; entries left of its diagonal block count twice."""
+    rows = strip[:, :, start:].sum(2)
+    return torch.add(rows, strip[:, :, :start].sum(2), alpha=2) if start else rows
 
 
 def embedding_norms(same_row: Tensor, g: Tensor) -> Tensor:
