@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from dpexp._torch_compat import operator_function, proxy_tensor, quick_tracing, tree_flatten, tree_unflatten
 from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.compiled import MARK, Compiled, Progress
-from dpexp.privacy.gradients.graph_passes import share
+from dpexp.privacy.gradients.graph_passes import consume_early, share
 from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_record import Inputs, OneRecord
@@ -86,6 +86,7 @@ def trace(
     with quick_tracing():
         graph = proxy_tensor.make_fx(flat)(*inputs)
     share(graph)
+    consume_early(graph)
     return Graph(graph, outputs, num_state, zeroing)
 
 

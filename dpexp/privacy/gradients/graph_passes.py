@@ -39,6 +39,73 @@ def share(module: fx.GraphModule) -> None:
     graph.eliminate_dead_code()
 
 
+def consume_early(module: fx.GraphModule) -> None:
+    """Runs what consumes the factors of gradients where its inputs are complete, so that stored gradients take the
+    factors' place, and norms and Gram matrices go, while the backward pass runs.
+
+    The forward and backward pass, which ends at the first mark, keeps its order. What consumes its loss or activations
+    alone, such as the norm of a layer's input, waits until it is needed.
+    """
+    graph = module.graph
+    nodes, before = [*graph.nodes], _needed_before(graph)
+    marks = [k for k, node in enumerate(nodes) if node.target is MARK]
+    if not marks:
+        return
+    passes, consumers, output = nodes[: marks[0]], nodes[marks[0] : -1], nodes[-1]
+    forward = _ancestors(nodes[marks[0]])
+    complete = dict(zip(passes, range(len(passes)), strict=True))
+    early: dict[int, list[fx.Node]] = {}
+    backward = {node for node in passes if node not in forward}
+    for node in consumers:
+        complete[node] = max((complete[one] for one in before[node]), default=0)
+        if not backward.isdisjoint(before[node]):
+            backward.add(node)
+            early.setdefault(complete[node], []).append(node)
+    moved: set[fx.Node] = set()
+
+    def place(node: fx.Node) -> None:
+        for one in before[node]:
+            if one not in moved:
+                place(one)
+        moved.add(node)
+        output.prepend(node)
+
+    for k, node in enumerate(passes):
+        for one in (node, *early.get(k, [])):
+            if one not in moved:
+                place(one)
+    for node in consumers:
+        if node not in moved:
+            place(node)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found.add(one)
+            waiting += one.all_input_nodes
+    return found
+
+
+def _needed_before(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What each node needs before it: its inputs, the last writes to their memory, and, if it writes itself, whatever
+    used that memory before."""
+    origins = _origins(graph)
+    used: dict[fx.Node, list[fx.Node]] = {}
+    wrote: dict[fx.Node, fx.Node] = {}
+    needed = {}
+    for node in graph.nodes:
+        writes = {origins[given] for given, _, is_written in _tensors_given(node) if is_written}
+        own = needed[node] = [*node.all_input_nodes]
+        for memory in {origins[given]: None for given in node.all_input_nodes}:
+            own += [wrote[memory]] if memory in wrote else []
+            own += used.get(memory, []) if memory in writes else []
+            used.setdefault(memory, []).append(node)
+        wrote |= dict.fromkeys(writes, node)
+    return needed
+
+
 def _constant(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """The result of a node without inputs, computed now."""
     name = f"constant_{node.name}"
