@@ -1,22 +1,20 @@
 """Prints the bytes that a private pass holds at once, beside those of a plain forward and backward pass.
 
-    python benchmarks/alive.py                              # 12 blocks of width 768, T 512, B 8, computed at no cost
-    python benchmarks/alive.py --width 256 --length 256 --batch 4 --run      # and run: seconds and the process's peak
+    python benchmarks/alive.py                              # 12 blocks of width 768, T 512, B 8, in a minute
+    python benchmarks/alive.py decoder cnn wrn --width 256  # the models of benchmarks/workloads.py, too
 
 Counted are the storages of results that are still needed, at the worst operator of each graph, on fake tensors: what a
 caching allocator needs besides weights, without the workspace of single kernels. A decoder with an untied head of 1000
-classes in float32, tuned whole or by LoRA of rank 8. "late" is the graph as traced, before `consume_early`.
+classes in float32, tuned whole or by LoRA of rank 8.
 """
 
 import argparse
-import gc
-import time
-from pathlib import Path
-from unittest import mock
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from workloads import WORKLOADS
 
 from dpexp import Clipping, Sampling, Target, make_plan
 from dpexp._torch_compat import FakeTensorMode, proxy_tensor, quick_tracing
@@ -26,6 +24,7 @@ from dpexp.privacy.gradients.compiled import MARK
 from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.one_record import trace_one
 from dpexp.privacy.gradients.training_step import TrainingStep
+from dpexp.privacy.gradients.two_runs import two_runs
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.groups import flat, per_layer
 from dpexp.privacy.round import PrivateRound
@@ -72,8 +71,9 @@ class Decoder(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(x) + self.places.weight)))
 
 
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+def loss(model: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor:
+    *inputs, y = records
+    return F.cross_entropy(model(*inputs).flatten(0, -2), y.flatten())
 
 
 class Sizes(fx.Interpreter):
@@ -116,38 +116,41 @@ def alive(module: fx.GraphModule, inputs: list[Tensor]) -> int:
     return most
 
 
-def plain(model: nn.Module, x: Tensor) -> fx.GraphModule:
-    """A forward and backward pass."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    others = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+def plain(model: nn.Module, records: Sequence[Tensor]) -> int:
+    """Bytes of a forward and backward pass."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    state = dict([*model.named_parameters(), *model.named_buffers()])
 
-    def gradients(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        own = [p.detach().requires_grad_() for p in weights]
-        state = dict(zip(trained, own, strict=True)) | others
-        total = F.cross_entropy(torch.func.functional_call(model, state, (x,)).flatten(0, 1), x.flatten())
-        return total.detach(), *torch.autograd.grad(total, own)
+    def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+        own = dict(zip(state, inputs, strict=False))
+        own |= {name: own[name].detach().requires_grad_() for name in trained}
+        total = loss(lambda *x: torch.func.functional_call(model, own, x), inputs[len(state) :])
+        return total.detach(), *torch.autograd.grad(total, [own[name] for name in trained])
 
-    with quick_tracing():
-        module = proxy_tensor.make_fx(gradients)(x, *trained.values())
-    for node in [*module.graph.nodes]:
-        if node.target is torch.ops.aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-    module.graph.eliminate_dead_code()
-    return module
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    given = [fake.from_tensor(t.detach(), static_shapes=True) for t in (*state.values(), *records)]
+    with fake:
+        with quick_tracing():
+            module = proxy_tensor.make_fx(gradients)(*given)
+        for node in [*module.graph.nodes]:
+            if node.target is torch.ops.aten.detach.default:
+                node.replace_all_uses_with(node.args[0])
+        module.graph.eliminate_dead_code()
+        return alive(module, given)
 
 
-def private(model: nn.Module, x: Tensor, group: str) -> tuple[fx.GraphModule, list[Tensor], fx.GraphModule]:
-    """A private pass as it runs, its inputs on fake tensors, and the pass with late consumers."""
-    size = len(x)
+def private(model: nn.Module, records: Sequence[Tensor], group: str) -> tuple[int, int, int]:
+    """Bytes of a private pass in one run, and of each of two."""
+    size = len(records[0])
     plan = make_plan(
         model, n=size, sampling=Sampling(policy="full_batch", sampling_rate=1.0, steps=2),
         target=Target(noise_multiplier=1.0), clipping=Clipping(group=GROUPS[group]),
     )  # fmt: skip
     step = PrivateRound(plan, model, GaussianNoise()).step
-    chunk = Chunk.of(TrainingStep.of(lambda own, one: loss(own, one), model), x[:, None], size)
+    chunk = Chunk.of(TrainingStep.of(loss, model), [t[:, None] for t in records], size)
     one = trace_one(step.alone.parameters, chunk, step.alone.values)
     lifted, clip = Lifted(one), step._clip
-    clip_norms, k = clip.clip_norms((), x.device), len(one.specs)
+    clip_norms, k = clip.clip_norms((), records[0].device), len(one.specs)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [*one.inputs.tensors(), clip_norms, torch.ones(size, dtype=torch.bool), *chunk.tensors]
     given = [fake.from_tensor(t.detach(), static_shapes=True) for t in inputs]
@@ -156,34 +159,32 @@ def private(model: nn.Module, x: Tensor, group: str) -> tuple[fx.GraphModule, li
         return clip.of(lifted(inputs[:k], inputs[k + 2 :]), inputs[k], inputs[k + 1], one.draws)
 
     with torch.no_grad(), fake:
-        early = graphs.trace(run, given, k, one.draws).run
-        with mock.patch.object(graphs, "consume_early", lambda module: None):
-            late = graphs.trace(run, given, k, one.draws).run
-    return early, given, late
+        graph = graphs.trace(run, given, k, one.draws)
+        first, second = two_runs(graph.run, graph.outputs)
+        others = [torch.empty_like(t) for name, t in run(given).items() if not name.startswith("sum:")]
+        return alive(graph.run, given), alive(first, given), alive(second, [*given, *others])
 
 
-def main(width: int, layers: int, length: int, batch: int) -> None:
-    print("| tuned | clipped | plain, MiB | late | early | early, of plain |\n|---|---|---|---|---|---|")
-    for lora in (False, True):
-        model, x = Decoder(width, layers, length, lora), torch.randint(VOCABULARY, (batch, length))
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        given = [fake.from_tensor(t.detach(), static_shapes=True) for t in (x, *model.parameters())]
-        copies = dict(zip(model.parameters(), given[1:], strict=True))
-        trained = [copies[p] for p in model.parameters() if p.requires_grad]
-        with fake:
-            for parameter, copy in copies.items():
-                copy.requires_grad_(parameter.requires_grad)
-            of_plain = alive(plain(model, x), [given[0], *trained]) / MIB
-        for group in ("flat", "per_layer"):
-            early, inputs, late = private(model, x, group)
-            with inputs[0].fake_mode:
-                a, b = (alive(one, inputs) / MIB for one in (late, early))
-            cells = ["LoRA" if lora else "all", group, *(f"{one:.0f}" for one in (of_plain, a, b)), f"{b / of_plain:.2f}"]
-            print(f"| {' | '.join(cells)} |", flush=True)
+def main(models: list[str], width: int, layers: int, length: int, batch: int) -> None:
+    print("| model (B) | clipped | plain, MiB | one run | norms | sums | one run, of plain | two runs, of plain |")
+    print("|---|---|---|---|---|---|---|---|")
+    x = torch.randint(VOCABULARY, (batch, length))
+    for name in models:
+        if name in WORKLOADS:
+            model, records = WORKLOADS[name].build(), WORKLOADS[name].data(WORKLOADS[name].batch)
+        else:
+            model, records = Decoder(width, layers, length, name == "decoder_lora"), (x, x)
+        of_plain = plain(model, records) / MIB
+        for group in GROUPS:
+            one, norms, sums = (found / MIB for found in private(model, records, group))
+            cells = [f"{name} ({len(records[0])})", group, *(f"{mib:.0f}" for mib in (of_plain, one, norms, sums))]
+            shares = [f"{mib / of_plain:.2f}" for mib in (one, max(norms, sums))]
+            print(f"| {' | '.join([*cells, *shares])} |", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["decoder", "decoder_lora"], help=f"or {', '.join(WORKLOADS)}")
     for name, default in (("width", 768), ("layers", 12), ("length", 512), ("batch", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     main(**vars(parser.parse_args()))
