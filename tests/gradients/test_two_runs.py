@@ -6,6 +6,7 @@ import pytest
 import torch
 from plans import plan_of
 from reference import engine_of, relative_error, sums_apart, sums_of
+from test_callback import fit
 from test_one_record import OF_N, N, classifier, loss_of, rows
 from torch import nn
 from torch.nn import functional as F
@@ -104,6 +105,7 @@ def test_both_runs_together_give_the_bits_of_one_run(name, group):
     *_, usual = found_by(name, False, **choices)
     engine, loss, batch, low = found_by(name, True, **choices)
     assert_equal(usual, low)
+    assert engine.step._usual_shape._on_fakes  # traced without memory
     if name != "dropout":
         assert relative_error({n: low[n] for n in engine.parameters}, sums_apart(engine, loss, batch)) < 1e-5
 
@@ -151,6 +153,29 @@ def test_two_runs_that_mix_records_are_refused():
         sums_of(engine, loss_of, rows())
     assert engine.step.mode == LOOP
     assert "depends on another record" in engine.step.reason
+
+
+def test_a_fit_in_low_memory_has_the_weights_of_one_in_usual(tmp_path):
+    """Its chunks have several sizes."""
+    fits = [fit(tmp_path, ledger=f"{memory}.jsonl", memory=memory, compile=False) for memory in ("usual", "low")]
+    for usual, low in zip(*(module.parameters() for module, *_ in fits), strict=True):
+        assert torch.equal(usual, low)
+
+
+def test_operators_are_deterministic_in_both_runs_and_as_before_afterwards():
+    """On a CPU, too: with several threads, index_put adds in parallel, in any order."""
+    engine, seen = engine_of(classifier(), low_memory=True, **OF_N), []
+
+    def note(module):
+        run = bound(module)
+        return lambda *inputs: seen.append(torch.are_deterministic_algorithms_enabled()) or run(*inputs)
+
+    bound = graph_module._bound
+    with mock.patch.object(graph_module, "_bound", note):
+        sums_of(engine, loss_of, rows())
+    assert len(seen) > 1
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_low_memory_is_refused_where_it_cannot_hold():

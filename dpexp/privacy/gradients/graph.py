@@ -85,9 +85,9 @@ def _bound(module: fx.GraphModule) -> Callable[..., list[Tensor]]:
 
 def trace(
     run: Callable[[list[Tensor]], dict[str, Tensor]], inputs: Sequence[Tensor], num_state: int, zeroing: bool,
-    low_memory: bool = False,
+    low_memory: bool = False, on_fakes: bool = False,
 ) -> Graph:  # fmt: skip
-    """Traces `run(inputs)`, which calls operators of PyTorch only."""
+    """Traces `run(inputs)`, which calls operators of PyTorch only; `on_fakes`: on tensors without memory."""
     outputs: list[str] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -96,7 +96,8 @@ def trace(
         return [*found.values()]
 
     with quick_tracing():
-        graph = proxy_tensor.make_fx(flat)(*inputs)
+        how: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True} if on_fakes else {}
+        graph = proxy_tensor.make_fx(flat, **how)(*inputs)
     share(graph)
     return Graph(graph, outputs, num_state, zeroing, low_memory=low_memory)
 

@@ -44,6 +44,7 @@ class Graphs:
     ) -> None:  # fmt: skip
         self.one, self._lifted = one, Lifted(one)
         self._clip, self._usual, self._device, self._low_memory = clip, usual, device, low_memory
+        self._on_fakes = False
         self._compiled: Graph | None = None
         self._compiled_rows = usual
         self._template: Template | None = None
@@ -56,6 +57,7 @@ class Graphs:
             if low_memory:
                 graph = self._traced(chunk, _PROVED_ROWS)
                 run = partial(graph, device=device)
+                self._on_fakes = self._can_trace_fakes(chunk, graph)
             prove(self._perturbed(run), some, others, one.draws)
             self._by_rows = {usual: self._traced(chunk, usual)}
 
@@ -93,7 +95,15 @@ class Graphs:
 
     def _traced(self, chunk: Chunk, rows: int) -> Graph:
         inputs = self._inputs(self.synthetic.records(chunk, rows, 0))
-        return trace(self._run_lifted, inputs, len(self.one.specs), self.one.draws, self._low_memory)
+        return trace(self._run_lifted, inputs, len(self.one.specs), self.one.draws, self._low_memory, self._on_fakes)
+
+    def _can_trace_fakes(self, chunk: Chunk, graph: Graph) -> bool:
+        """Whether tensors without memory give this graph of few rows, too; others take the memory of one run."""
+        self._on_fakes = True
+        try:
+            return Template.of((graph, _PROVED_ROWS), (self._traced(chunk, _PROVED_ROWS), _PROVED_ROWS)) is not None
+        except Exception:
+            return False
 
     def compile(self, chunk: Chunk, compiling: CompileDecision) -> float:
         """Compiles the graph if `compiling` says so; the result must agree with the graph and be proved, too.

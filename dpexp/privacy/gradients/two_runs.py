@@ -3,7 +3,8 @@
 Clip factors need all of a record's norms, so in one run the factors of every layer are held until the backward pass has
 ended. Here the first run gives losses, norms and flags, and drops each factor once its norm is known. The second, from
 the same random state, computes the same factors by the same operators, and adds them up at once, weighted by clip
-factors of the norms that the first run gave.
+factors of the norms that the first run gave. A record's bound rests on both having the same bits: operators run in
+their deterministic forms (`deterministic`), and the pair of runs is proved as one pass is.
 
 In both, activations of the forward pass are computed again, a segment at a time, where the backward pass needs them
 (Chen et al. 2016, "Training deep nets with sublinear memory cost"); what is drawn at random is kept.
