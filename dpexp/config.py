@@ -99,6 +99,7 @@ class Trainer:
     precision: str = "32-true"
     max_physical_batch_size: Any = 512
     compile: Any = "auto"
+    memory: str = "usual"
     num_workers: int = 0
     threads: int | None = None
     num_evaluations: int = 10

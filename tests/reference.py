@@ -78,12 +78,14 @@ def clipped_sums(plan, module, loss_of, batch, size):
 # The engine; a loss is a function of the module, or a copy of it, and of a batch of one record
 
 
-def engine_of(module, S=0.1, n=20, q=0.3, rounds=9, memory=None, compiled=None, max_records=None, **choices):
+def engine_of(
+    module, S=0.1, n=20, q=0.3, rounds=9, memory=None, compiled=None, max_records=None, low_memory=False, **choices
+):
     """A `PrivateRound` that keeps norms and losses."""
     choices = {"n": n, "q": q, "steps": rounds, "noise_multiplier": 1.0, "clip_norm": FixedClipNorm(S)} | choices
     return PrivateRound(
         plan_of(module, **choices), module, GaussianNoise(), observe=True, data_memory=memory,
-        performance=Performance(max_records, compiled),
+        performance=Performance(max_records, compiled, low_memory),
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
 # Keys of `trainer` that are not Lightning's:
-OWN = ("max_physical_batch_size", "compile", "num_workers", "threads", "num_evaluations")
+OWN = ("max_physical_batch_size", "compile", "memory", "num_workers", "threads", "num_evaluations")
 
 
 def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
@@ -44,6 +44,7 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
         accountant=accountants(cfg, plan)[0],
         max_physical_batch_size=chosen(cfg.trainer.max_physical_batch_size),
         compile=chosen(cfg.trainer.compile),
+        memory=cfg.trainer.memory,
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
         not_private_reason=not_private_reason(cfg),

@@ -191,6 +191,7 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("trainer.max_physical_batch_size", at_once == "auto" or (isinstance(at_once, int) and at_once >= 1),
          "must be an integer of at least 1, or auto"),
         ("trainer.compile", cfg.trainer.compile in ("auto", True, False), "must be true, false or auto"),
+        ("trainer.memory", cfg.trainer.memory in ("usual", "low"), "must be usual or low"),
         ("trainer.threads", cfg.trainer.threads is None or 1 <= cfg.trainer.threads <= 1024,
          "must be between 1 and 1024"),
         ("checkpoint.every_n_rounds", every is None or every >= 1, "must be at least 1, or null"),

@@ -44,6 +44,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         max_physical_batch_size: records processed at once; affects memory and speed only. None: on a GPU, as many as
             fit.
         compile: compile a traced step by torch's inductor; None: if that saves at least three times its cost.
+        memory: "low" runs a traced step twice, with recomputation and not compiled: slower, and the same sums.
         noise_seed: makes sampling and noise reproducible, and not private towards anyone who knows the seed.
         unsafe_diagnostics: log training loss, norms, clip fractions and sample sizes, which are private.
         not_private_reason: why ε does not cover all that the run shows, for the ledger; by default, that the seed is
@@ -194,7 +195,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         return public_record(self._trained[0])
 
     def _largest_fitting_batch(self, step: TrainingStep) -> int | None:
-        return largest_fitting_batch(self.plan, step, self._trained[0])
+        return largest_fitting_batch(self.plan, step, self._trained[0], self.memory == "low")
 
     def _readers(self) -> list[tuple[Any, Sequence[str]]]:
         trainer, module = self._trained

@@ -27,7 +27,7 @@ _LARGEST_SAMPLE = 1.25  # times q·n; a larger chunk is of no use
 _MAX_MEMORY = 0.8  # of a GPU's, since records vary and optimizers allocate their state later
 
 
-def largest_fitting_batch(plan: PrivacyPlan, step: TrainingStep, trainer: pl.Trainer) -> int:
+def largest_fitting_batch(plan: PrivacyPlan, step: TrainingStep, trainer: pl.Trainer, low_memory: bool = False) -> int:
     """The largest power of two of records, up to a sample's size, whose pass fits into memory."""
     record = public_record(trainer)
     if record is None:
@@ -37,7 +37,8 @@ def largest_fitting_batch(plan: PrivacyPlan, step: TrainingStep, trainer: pl.Tra
     limit = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
     def attempt(size: int) -> None:
-        engine = PrivateRound(plan, module, GaussianNoise(None), performance=Performance(compile=False))  # type: ignore[arg-type]
+        performance = Performance(compile=False, low_memory=low_memory)
+        engine = PrivateRound(plan, module, GaussianNoise(None), performance=performance)  # type: ignore[arg-type]
         engine.begin()
         copies = [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         records = RecordBatch(size, structure.unflatten(copies)).to(module.device)

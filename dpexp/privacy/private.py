@@ -44,6 +44,7 @@ class Private(PrivateTraining):
         accountant: its name.
         max_physical_batch_size: records processed at once; affects memory and speed only.
         compile: compile a traced step by torch's inductor; None: if that saves at least three times its cost.
+        memory: "low" runs a traced step twice, with recomputation and not compiled: slower, and the same sums.
         noise_seed: makes sampling and noise reproducible, and not private towards anyone who knows the seed.
         pad_to: public lengths to which a `collate_fn` that pads pads each record (see `PaddedCollation`).
     """
@@ -59,12 +60,13 @@ class Private(PrivateTraining):
         accountant: str = "pld",
         max_physical_batch_size: int = 256,
         compile: bool | None = None,
+        memory: str = "usual",
         noise_seed: int | None = None,
         pad_to: Sequence[int] | None = None,
     ) -> None:
         super().__init__(
             plan, ledger, delta=delta, accountant=accountant, max_physical_batch_size=max_physical_batch_size,
-            compile=compile, noise_seed=noise_seed, pad_to=pad_to,
+            compile=compile, memory=memory, noise_seed=noise_seed, pad_to=pad_to,
         )  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self._sample: SealedSample | None = None  # the present one, until its step

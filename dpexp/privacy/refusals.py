@@ -33,6 +33,14 @@ ONE_OPTIMIZER = (
 )
 
 
+def refuse_low_memory(device: torch.device) -> None:
+    """Refuses two runs of a step where they may differ: clip factors of one run would not bound what the other adds."""
+    if device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        raise ConfigError(
+            "trainer.memory=low needs torch.use_deterministic_algorithms(True) on a GPU, where two runs may differ."
+        )
+
+
 def refuse_mixing_layers(module: nn.Module) -> None:
     """Refuses layers that mix the records of a batch or store statistics of them."""
     for name, layer in module.named_modules():

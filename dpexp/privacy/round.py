@@ -39,10 +39,12 @@ class Performance:
     Attributes:
         max_records: processed together; None: the whole sample.
         compile: whether graphs are compiled; None: where that saves time.
+        low_memory: a graph runs twice, with recomputation, and is not compiled (`two_runs`).
     """
 
     max_records: int | None = None
     compile: bool | None = None
+    low_memory: bool = False
 
 
 class PrivateRound:
@@ -104,7 +106,8 @@ class PrivateRound:
         alone = OneAtATime(module, self.parameters, self._values, training, self.device)
         self.step = Step(
             module, alone, self._clip, self.device, usual_rows(plan.sampling, plan.n, performance.max_records),
-            sample_sizes(plan.sampling, plan.n), plan.rounds, performance.compile, data_memory or Memory(),
+            sample_sizes(plan.sampling, plan.n), plan.rounds,
+            False if performance.low_memory else performance.compile, data_memory or Memory(), performance.low_memory,
         )  # fmt: skip
         self._succeeded = False
         self._contributed = False  # a record has, in any process

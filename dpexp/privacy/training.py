@@ -61,6 +61,7 @@ class PrivateTraining:
         accountant: str = "pld",
         max_physical_batch_size: int | None = 256,
         compile: bool | None = None,
+        memory: str = "usual",
         noise_seed: int | None = None,
         unsafe_diagnostics: bool = False,
         not_private_reason: str | None = None,
@@ -68,6 +69,10 @@ class PrivateTraining:
     ) -> None:
         if max_physical_batch_size is not None:
             positive_integer("trainer.max_physical_batch_size", max_physical_batch_size)
+        if memory not in ("usual", "low"):
+            raise ConfigError(f"trainer.memory={memory} must be usual or low.")
+        if memory == "low" and compile:
+            raise ConfigError("trainer.memory=low does not compile the step; leave trainer.compile at auto or false.")
         delta = plan.delta if delta is None else delta
         if delta is not None:
             check_delta(delta)
@@ -77,6 +82,7 @@ class PrivateTraining:
         self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
         self.max_physical_batch_size = max_physical_batch_size
         self.compile, self.compiling = compile, ""  # the decision and its reason
+        self.memory = memory
         self.unsafe_diagnostics = unsafe_diagnostics
         for length in pad_to or ():
             positive_integer("data.pad_to", length)
@@ -166,6 +172,8 @@ class PrivateTraining:
             refusals.refuse_mixing_layers(module)
             refusals.refuse_not_finite(module)
             check()
+            if self.memory == "low":
+                refusals.refuse_low_memory(device)
             if self.unsafe_diagnostics:
                 processes.refuse_several_processes("diagnostics=unsafe shows one process's records")
             refuse_unreleased(module, self.plan)
@@ -178,6 +186,7 @@ class PrivateTraining:
                 Performance(
                     max(1, max_records // self.plan.privacy_unit.max_examples_in_round),
                     self.compile if self.compile is not None or processes.is_single else False,
+                    self.memory == "low",
                 ),
                 rounds.memory,
             )  # fmt: skip

@@ -354,6 +354,7 @@ EARLY = {
     "--config-dir broken model=mine": 'not YAML: mapping values are not allowed here in "',
     "trainer.max_physical_batch_size=many": "trainer.max_physical_batch_size=many must be an integer of at least 1",
     "trainer.compile=maybe": "trainer.compile=maybe must be true, false or auto",
+    "trainer.memory=least": "trainer.memory=least must be usual or low",
     "seed=-1": "seed=-1 must lie between",
     "diagnostics=loud": "diagnostics=loud is unknown; choose one of none, unsafe",
     "accountant=moments accountant.names=[gdp]": "gdp is an approximation",

@@ -23,6 +23,7 @@ from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_record import Inputs, OneRecord
 from dpexp.privacy.gradients.operators import NotTraceable
+from dpexp.privacy.gradients.two_runs import deterministic, two_runs
 from dpexp.privacy.noise.randomness import random_state, set_random_state
 from dpexp.privacy.state_checks import differ, digest
 
@@ -36,6 +37,7 @@ class Graph:
         num_state: number of the parameters and buffers that are its first inputs.
         zeroing: gradients of rows that are not finite are set to zero.
         compiled: runs instead, for inputs whose memory layout fits.
+        low_memory: it runs in two runs (`two_runs`).
     """
 
     run: fx.GraphModule
@@ -43,39 +45,49 @@ class Graph:
     num_state: int
     zeroing: bool = False
     compiled: Compiled | None = None
+    low_memory: bool = False
 
     @cached_property
-    def _code(self) -> fx.graph.PythonCode:
-        return self.run.graph.python_code("self")
-
-    @cached_property
-    def _run(self) -> Callable[..., list[Tensor]]:
-        """Its code, with operators bound to local names, which saves a lookup per call."""
-        names = dict(self._code.globals)
-
-        def bind(match: re.Match) -> str:
-            name = "_".join(match.groups())
-            operator: Any = reduce(getattr, match.groups(), torch.ops)
-            names[name] = (lambda marked: marked) if operator is MARK else operator_function(operator)
-            return name
-
-        exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", bind, self._code.src), names)
-        return partial(names["forward"], self.run)
+    def _runs(self) -> list[Callable[..., list[Tensor]]]:
+        modules = two_runs(self.run, self.outputs) if self.low_memory else [self.run]
+        return [*map(_bound, modules)]
 
     def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
-        run = self.compiled if self.compiled and self.compiled.fits(inputs) else self._run
         with torch.no_grad(), full_precision(device):
-            return dict(zip(self.outputs, run(*inputs), strict=True))
+            first, *rest = [self.compiled] if self.compiled and self.compiled.fits(inputs) else self._runs
+            if not rest:
+                return dict(zip(self.outputs, first(*inputs), strict=True))
+            state = random_state(device) if self.zeroing else ()
+            with deterministic():
+                others = first(*inputs)
+                set_random_state(device, state)
+                return dict(zip(self.outputs, [*rest[0](*inputs, *others), *others], strict=True))
 
     def compile(self, inputs: Sequence[Tensor], device: torch.device, progress: Progress) -> "Graph":
         with torch.no_grad(), full_precision(device):
             return replace(self, compiled=Compiled(self.run, inputs, self.num_state, progress))
 
 
+def _bound(module: fx.GraphModule) -> Callable[..., list[Tensor]]:
+    """A graph's code, with operators bound to local names, which saves a lookup per call."""
+    code = module.graph.python_code("self")
+    names = dict(code.globals)
+
+    def bind(match: re.Match) -> str:
+        name = "_".join(match.groups())
+        operator: Any = reduce(getattr, match.groups(), torch.ops)
+        names[name] = (lambda marked: marked) if operator is MARK else operator_function(operator)
+        return name
+
+    exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", bind, code.src), names)
+    return partial(names["forward"], module)
+
+
 def trace(
-    run: Callable[[list[Tensor]], dict[str, Tensor]], inputs: Sequence[Tensor], num_state: int, zeroing: bool
-) -> Graph:
-    """Traces `run(inputs)`, which calls operators of PyTorch only."""
+    run: Callable[[list[Tensor]], dict[str, Tensor]], inputs: Sequence[Tensor], num_state: int, zeroing: bool,
+    low_memory: bool = False, on_fakes: bool = False,
+) -> Graph:  # fmt: skip
+    """Traces `run(inputs)`, which calls operators of PyTorch only; `on_fakes`: on tensors without memory."""
     outputs: list[str] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -84,9 +96,10 @@ def trace(
         return [*found.values()]
 
     with quick_tracing():
-        graph = proxy_tensor.make_fx(flat)(*inputs)
+        how: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True} if on_fakes else {}
+        graph = proxy_tensor.make_fx(flat, **how)(*inputs)
     share(graph)
-    return Graph(graph, outputs, num_state, zeroing)
+    return Graph(graph, outputs, num_state, zeroing, low_memory=low_memory)
 
 
 def _differ(some: Tensor, other: Tensor) -> bool:

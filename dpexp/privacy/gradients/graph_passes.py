@@ -1,5 +1,6 @@
 """Passes on the traced graph of a chunk, which leave its results as they are."""
 
+import math
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ def share(module: fx.GraphModule) -> None:
     nothing, such as zeros.
     """
     graph = module.graph
-    origins = _origins(graph)
-    own = _written(graph, origins) | {origins[node] for node in graph.output_node().all_input_nodes}
+    origins = origins_of(graph)
+    own = written(graph, origins) | {origins[node] for node in graph.output_node().all_input_nodes}
     known: dict[str, fx.Node] = {}
     for node in [*graph.nodes]:
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or origins[node] in own:
@@ -47,7 +48,7 @@ def _constant(module: fx.GraphModule, node: fx.Node) -> fx.Node:
         return module.graph.get_attr(name)
 
 
-def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def origins_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The node that made the memory of each node's result."""
     origins: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -58,8 +59,33 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return origins
 
 
-def _written(graph: fx.Graph, origins: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+def written(graph: fx.Graph, origins: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     return {origins[given] for node in graph.nodes for given, _, is_written in _tensors_given(node) if is_written}
+
+
+def needed_before(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What each node needs before it: its inputs, the last writes to their memory, and, if it writes itself, whatever
+    used that memory before."""
+    origins = origins_of(graph)
+    used: dict[fx.Node, list[fx.Node]] = {}
+    wrote: dict[fx.Node, fx.Node] = {}
+    needed = {}
+    for node in graph.nodes:
+        writes = {origins[given] for given, _, is_written in _tensors_given(node) if is_written}
+        own = needed[node] = [*node.all_input_nodes]
+        for memory in dict.fromkeys(origins[given] for given in node.all_input_nodes):
+            own += [wrote[memory]] if memory in wrote else []
+            own += used.get(memory, []) if memory in writes else []
+            used.setdefault(memory, []).append(node)
+        wrote |= dict.fromkeys(writes, node)
+    return needed
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Of a node's result, for the rows that were traced."""
+    metas = [one.meta["tensor_meta"] for one in (node, *node.users) if "tensor_meta" in one.meta]
+    several = metas[:1] if "tensor_meta" in node.meta else metas  # those of the parts of a tuple
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in several)
 
 
 def _tensors_given(node: fx.Node) -> list[tuple[fx.Node, bool, bool]]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Graphs:
         chunk: records of this shape.
         clip: clips and sums their gradients.
         usual: rows of a chunk of the usual size (`round.usual_rows`).
+        low_memory: each graph runs in two runs (`two_runs`).
         synthetic: how synthetic records are drawn; None: chosen here.
         public: a batch of one public record, which synthetic records may resemble; None: there is none.
 
@@ -37,10 +39,11 @@ class Graphs:
 
     def __init__(
         self, one: OneRecord, chunk: Chunk, clip: ClippedSums, usual: int, device: torch.device,
-        synthetic: SyntheticRecords | None = None, public: Any = None,
+        low_memory: bool = False, synthetic: SyntheticRecords | None = None, public: Any = None,
     ) -> None:  # fmt: skip
         self.one, self._lifted = one, Lifted(one)
-        self._clip, self._usual, self._device = clip, usual, device
+        self._clip, self._usual, self._device, self._low_memory = clip, usual, device, low_memory
+        self._on_fakes = False
         self._compiled: Graph | None = None
         self._compiled_rows = usual
         self._template: Template | None = None
@@ -49,7 +52,12 @@ class Graphs:
             self.synthetic = synthetic or choose(options, lambda drawn: self._is_finite(drawn.records(chunk, 2, 0)))
             compare(one, self._lifted, self.synthetic.records(chunk, _COMPARED_ROWS, 0))
             some, others = (self.synthetic.records(chunk, _PROVED_ROWS, seed) for seed in (0, 1))
-            prove(self._perturbed(self._run_lifted), some, others, one.draws)
+            run = self._run_lifted
+            if low_memory:
+                graph = self._traced(chunk, _PROVED_ROWS)
+                run = partial(graph, device=device)
+                self._on_fakes = self._can_trace_fakes(chunk, graph)
+            prove(self._perturbed(run), some, others, one.draws)
             self._by_rows = {usual: self._traced(chunk, usual)}
 
     def _is_finite(self, records: Chunk) -> bool:
@@ -85,9 +93,16 @@ class Graphs:
         return lambda records, counted: run([*state, clip_norms, counted, *records.tensors])
 
     def _traced(self, chunk: Chunk, rows: int) -> Graph:
-        return trace(
-            self._run_lifted, self._inputs(self.synthetic.records(chunk, rows, 0)), len(self.one.specs), self.one.draws
-        )
+        inputs = self._inputs(self.synthetic.records(chunk, rows, 0))
+        return trace(self._run_lifted, inputs, len(self.one.specs), self.one.draws, self._low_memory, self._on_fakes)
+
+    def _can_trace_fakes(self, chunk: Chunk, graph: Graph) -> bool:
+        """Whether tensors without memory give this graph of few rows, too; others take the memory of one run."""
+        self._on_fakes = True
+        try:
+            return Template.of((graph, _PROVED_ROWS), (self._traced(chunk, _PROVED_ROWS), _PROVED_ROWS)) is not None
+        except Exception:
+            return False
 
     def compile(self, chunk: Chunk, compiling: CompileDecision) -> float:
         """Compiles the graph if `compiling` says so; the result must agree with the graph and be proved, too.

@@ -17,6 +17,7 @@ from dpexp._torch_compat import (
     unbatched,
     vmap_quiet,
 )
+from dpexp.privacy.gradients.compiled import computed_once
 from dpexp.privacy.gradients.factors import shape_of, uses_of
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.one_record import OneRecord
@@ -85,7 +86,7 @@ class Lifted:
 
     def _gradients(self, found: dict[fx.Node, Tensor]) -> ChunkGradients:
         loss, *rest = self._outputs
-        losses, start = found[loss], int(self._has_ranges)
+        losses, start = computed_once(found[loss]), int(self._has_ranges)  # the first mark ends the backward pass
         in_range = found[rest[0]] if self._has_ranges else torch.ones_like(losses, dtype=torch.bool)
         gradients: dict[str, LayerGradient] = {
             name: merge([use.gradient(*(_cast(found[f], self._used[name]) for f in use.factors)) for use in uses])

@@ -64,6 +64,7 @@ class Step:
         rounds: of the job.
         compile: compile the graph of usual records; None: where that saves time.
         data: the training set's memory, which no graph may hold.
+        low_memory: each graph runs in two runs (`two_runs`).
 
     Attributes:
         mode: `TRACED` or `LOOP`, decided once before the first record; None: not yet.
@@ -76,10 +77,10 @@ class Step:
 
     def __init__(
         self, module: nn.Module, alone: OneAtATime, clip: ClippedSums, device: torch.device, usual: int,
-        sizes: NormalDist, rounds: int, compile: bool | None, data: Memory,
+        sizes: NormalDist, rounds: int, compile: bool | None, data: Memory, low_memory: bool = False,
     ) -> None:  # fmt: skip
         self._module, self.alone, self._clip, self._device = module, alone, clip, device
-        self.usual, self._data = usual, data
+        self.usual, self._data, self._low_memory = usual, data, low_memory
         self.rounds = rounds
         self.compiling = CompileDecision(compile, sizes, rounds)
         self.mode: str | None = None
@@ -197,12 +198,15 @@ class Step:
         """Replaces the graphs of the usual shape by those of a new trace, and drops all others."""
         if not any(name in self.alone.parameters for name in one.used):
             raise ConfigError(NO_GRADIENT)
-        graphs = Graphs(one, chunk, self._clip, self.usual, self._device, public=self.public)
+        graphs = self._graphs_for(one, chunk, public=self.public)
         self._graphs, self._refused = {chunk.key: graphs}, {}
         constants = (t for name, t in one.constants.items() if name not in one.literals)
         self.constants = [str(tuple(t.shape)) for t in constants if t.numel() > 1]
         self._reference = graphs.synthetic.records(chunk, 1, 3)
         self.seconds_of_round = graphs.compile(chunk, self.compiling)
+
+    def _graphs_for(self, one: OneRecord, chunk: Chunk, **of_synthetic: Any) -> Graphs:
+        return Graphs(one, chunk, self._clip, self.usual, self._device, self._low_memory, **of_synthetic)
 
     def trace_again(self, step: TrainingStep, epoch_begins: bool = False) -> None:
         """Traces the step of a traced job again if it may have changed since.
@@ -273,7 +277,7 @@ class Step:
         usual, found, refused = self._usual_shape, dict[Hashable, Graphs](), dict[Hashable, str]()
         try:
             one = self._trace(chunk)
-            found[key] = Graphs(one, chunk, self._clip, self.usual, self._device, usual.synthetic)
+            found[key] = self._graphs_for(one, chunk, synthetic=usual.synthetic)
         except _NOT_A_RECORDS_FAULT:
             raise
         except Exception as error:
