@@ -20,8 +20,7 @@ from dpexp.privacy.private import Private
 
 STATE = "private.pt"
 _NOT_SUPPORTED = (
-    "gradient_checkpointing", "neftune_noise_alpha", "load_best_model_at_end", "save_total_limit",
-    "auto_find_batch_size",
+    "neftune_noise_alpha", "load_best_model_at_end", "save_total_limit", "auto_find_batch_size",
 )  # fmt: skip
 _JOINS_ROWS = ("packing", "padding_free")
 # Attributes of a Trainer that belong to the run, of which compute_loss may read numbers:
@@ -162,7 +161,9 @@ class _Rounds(Private):
     """The rounds of a PrivateTrainer, which owns the step."""
 
     def __init__(self, trainer: PrivateTrainer, ledger: Path) -> None:
-        super().__init__(trainer.model, trainer.optimizer, trainer.plan, ledger, **trainer._options)
+        memory = "low" if trainer.args.gradient_checkpointing else "usual"
+        options = {"memory": memory} | trainer._options
+        super().__init__(trainer.model, trainer.optimizer, trainer.plan, ledger, **options)
         self._trainer = trainer
         self._logged: set[str] = set()
 

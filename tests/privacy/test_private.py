@@ -550,3 +550,20 @@ def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
     assert torch.equal(found, expected) and not torch.equal(found, other)
     with pytest.raises(dpexp.ConfigError, match="fp16=True scales gradients by the data"):
         weights_of(transformers.GPT2LMHeadModel, fp16=True)
+
+
+def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    weights, memories = [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0)
+        model = transformers.GPT2LMHeadModel(config)
+        folder = tmp_path / str(checkpointing)
+        usual = {"learning_rate": 0.01, "remove_unused_columns": False}
+        trainer = small_trainer(folder, (), model, gradient_checkpointing=checkpointing, **usual)
+        trainer._options = {"noise_seed": 1, "compile": False}
+        trainer.train()
+        memories.append(trainer.private.memory)
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert memories == ["usual", "low"] and torch.equal(*weights)
