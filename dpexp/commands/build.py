@@ -237,16 +237,10 @@ def _refusing(key: str, hook: str, target: str) -> Iterator[None]:
 
 
 def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:
-    """Sets the batch size of dpexp's own data modules; without privacy, where the loader draws the samples, of any.
-
-    A private job's is that of evaluations alone, which take no more records at once than the rounds do.
-    """
+    """Sets the batch size of dpexp's own data modules; without privacy, where the loader draws the samples, of any."""
     is_own = cfg.data.module._target_.startswith("dpexp.") and "batch_size" not in cfg.data.module
     if hasattr(data, "batch_size") and (plan is None or is_own):
         records = plan.sampling.q * plan.n if plan else sampling_of(cfg).resolve(cfg.data.n)[0].q * cfg.data.n
-        at_once = cfg.trainer.max_physical_batch_size
-        if plan and at_once != "auto":
-            records = min(records, at_once)
         data.batch_size = max(1, round(records))
 
 

@@ -13,6 +13,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     DenseGradient,
     EmbeddingGradient,
     OuterProductGradient,
+    TiedGradient,
     outer_products,
 )
 from dpexp.privacy.gradients.norms import norms
@@ -177,3 +178,20 @@ def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p, closenes
     true = torch.bmm(g.double().transpose(1, 2), x.double()).flatten(1).norm(dim=1)
     found = OuterProductGradient(x, g).squared_norms().sqrt() / true
     assert (found >= 1).all() and (closeness is not None or (found < 1.003).all()), found
+
+
+@pytest.mark.parametrize("last", [-1.5, -1.0, 1.5])
+def test_sums_that_overflow_below_zero_count_as_infinite(last):
+    """Terms of opposite signs whose sum in float32 is -infinity are no norm of zero."""
+    x = torch.full((1, 21, 300), 2.0**31 / 300**0.5)
+    g = torch.full((1, 21, 200), 2.0**30.8 / 200**0.5)
+    g[:, -1] *= last
+    true = torch.bmm(g.double().transpose(1, 2), x.double()).norm()
+    assert OuterProductGradient(x, g).squared_norms().sqrt() >= true
+    index, e = torch.tensor([[3, 5, 7, 9]]), torch.zeros(1, 4, 30)
+    o, inputs = torch.zeros(1, 12, 400), torch.zeros(1, 12, 30)
+    e[0, 0, 0], inputs[0, :, 0], o[0, 3, 3], o[0, 11, 3] = last * 2.0**60, 2.0**50, 2.0**20, 2.0**20
+    tied = TiedGradient(EmbeddingGradient(index, e, 400), OuterProductGradient(inputs, o))
+    assert tied.squared_norms().sqrt() >= tied.materialize().double().norm()
+    table = EmbeddingGradient(torch.zeros(1, 21, dtype=torch.long), 2.0**31 * g, 4000)
+    assert table.squared_norms().sqrt() >= table.materialize().double().norm()

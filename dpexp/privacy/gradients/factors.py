@@ -211,12 +211,12 @@ def _convolution_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: tup
     gram = space == 2 and groups == 1 and not transposed and positions * (d + p) < d * p
     if gram or (positions < 64 and not worth_storing(math.prod(shape))):
         terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
-        unfold = partial(windows, kernel=shape[2:], geometry=geometry) if gram else None
+        unfold = partial(windows, positions=g.shape[3:], kernel=shape[2:], geometry=geometry) if gram else None
         return ConvolutionGradient(x, g, weight_gradient, gradients, unfold, shape, terms)
     return DenseGradient(gradients(x, g))
 
 
-def windows(x: Tensor, kernel: torch.Size, geometry: tuple) -> Tensor:
+def windows(x: Tensor, positions: torch.Size, kernel: torch.Size, geometry: tuple) -> Tensor:
     """[B, N, d, *space] -> [B, T, k·d], the inputs of each of T output positions, with channels last.
 
     F.unfold would copy single entries, into a layout in which products are slow (measured: 2 to 20 times as long).
@@ -227,6 +227,7 @@ def windows(x: Tensor, kernel: torch.Size, geometry: tuple) -> Tensor:
     found = nn.functional.pad(x.flatten(0, 1).movedim(1, -1), (0, 0, *around)).contiguous()
     for i in range(space):
         found = found.unfold(1 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+        found = found.narrow(1 + i, 0, positions[i])  # a transposed convolution may have more
     return found.movedim(1 + space, -1).reshape(len(x), -1, math.prod(kernel) * x.shape[2])
 
 
@@ -237,7 +238,7 @@ def products_of_windows(x: Tensor, g: Tensor, shape: torch.Size, geometry: tuple
     """
     *_, transposed, _, groups = geometry
     x, g = (g, x) if transposed else (x, g)
-    columns = windows(x, shape[2:], geometry)
+    columns = windows(x, g.shape[3:], shape[2:], geometry)
     B, T, k = len(x), columns.shape[1], math.prod(shape[2:])
     columns = columns.view(B, T, k, groups, -1).permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)  # [B·groups, T, k·d]
     rows = g.flatten(3).transpose(1, 2).reshape(B * groups, -1, T)  # [B·groups, p, T]

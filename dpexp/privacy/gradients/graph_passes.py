@@ -21,18 +21,21 @@ def share(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     origins = origins_of(graph)
-    own = written(graph, origins) | {origins[node] for node in graph.output_node().all_input_nodes}
+    changing = written(graph, origins)
+    own = changing | {origins[node] for node in graph.output_node().all_input_nodes}
     known: dict[str, fx.Node] = {}
     for node in [*graph.nodes]:
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or origins[node] in own:
             continue
         same = node
+        reads_changing = any(origins[given] in changing for given in node.all_input_nodes)
         if _changes_nothing(node) and origins[node.args[0]] not in own:
             same = node.args[0]
         elif node.target is aten.scalar_tensor.default:
             key = f"{node.args} {node.kwargs}"
             same = known[key] = known.get(key) or _constant(module, node)
-        elif node.all_input_nodes and node.target is not MARK and not is_random(node):
+            origins[same] = same
+        elif node.all_input_nodes and node.target is not MARK and not is_random(node) and not reads_changing:
             same = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
         if same is not node:
             node.replace_all_uses_with(same)
@@ -54,7 +57,7 @@ def origins_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         origins[node] = node
         for given, is_view, _ in _tensors_given(node):
-            if is_view or node.target is MARK:
+            if is_view or node.target in (MARK, UNSAFE_VIEW):  # which are not said to be views
                 origins[node] = origins[given]
     return origins
 

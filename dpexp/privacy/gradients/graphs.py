@@ -18,7 +18,7 @@ from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_record import OneRecord
 from dpexp.privacy.noise.randomness import own_state
 
-_COMPARED_ROWS, _PROVED_ROWS = 2, 3
+_COMPARED_ROWS, _PROVED_ROWS, _PROVED_ROWS_OF_FURTHER_SHAPES = 2, 5, 3
 
 
 class Graphs:
@@ -51,12 +51,13 @@ class Graphs:
             options = synthetic_options(self._lifted.smallest_range or 2, public_leaves(public, chunk))
             self.synthetic = synthetic or choose(options, lambda drawn: self._is_finite(drawn.records(chunk, 2, 0)))
             compare(one, self._lifted, self.synthetic.records(chunk, _COMPARED_ROWS, 0))
-            some, others = (self.synthetic.records(chunk, _PROVED_ROWS, seed) for seed in (0, 1))
+            rows = _PROVED_ROWS if synthetic is None else _PROVED_ROWS_OF_FURTHER_SHAPES
+            some, others = (self.synthetic.records(chunk, rows, seed) for seed in (0, 1))
             run = self._run_lifted
             if low_memory:
-                graph = self._traced(chunk, _PROVED_ROWS)
+                graph = self._traced(chunk, rows)
                 run = partial(graph, device=device)
-                self._on_fakes = self._can_trace_fakes(chunk, graph)
+                self._on_fakes = self._can_trace_fakes(chunk, graph, rows)
             prove(self._perturbed(run), some, others, one.draws)
             self._by_rows = {usual: self._traced(chunk, usual)}
 
@@ -96,11 +97,11 @@ class Graphs:
         inputs = self._inputs(self.synthetic.records(chunk, rows, 0))
         return trace(self._run_lifted, inputs, len(self.one.specs), self.one.draws, self._low_memory, self._on_fakes)
 
-    def _can_trace_fakes(self, chunk: Chunk, graph: Graph) -> bool:
+    def _can_trace_fakes(self, chunk: Chunk, graph: Graph, rows: int) -> bool:
         """Whether tensors without memory give this graph of few rows, too; others take the memory of one run."""
         self._on_fakes = True
         try:
-            return Template.of((graph, _PROVED_ROWS), (self._traced(chunk, _PROVED_ROWS), _PROVED_ROWS)) is not None
+            return Template.of((graph, rows), (self._traced(chunk, rows), rows)) is not None
         except Exception:
             return False
 

@@ -131,9 +131,9 @@ def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tens
     norm_G = G_squared.sqrt() * _SLACK + error_g + T * _UNDERFLOW[dtype]
     norm_A, norm_G = torch.minimum(norm_A, x_squared), torch.minimum(norm_G, g_squared)  # ‖x xᵀ‖ <= ‖x‖²
     error = error_x * norm_G + error_g * norm_A + T * u * norm_A * norm_G
-    total = total.clamp(min=0)
-    length = sum(lengths[1:], lengths[0])
-    return _or_infinite((total + _SLACK * error + T**2 * lost).sqrt() + _SLACK * T * ADDING[dtype] * length)
+    squared = _at_least_zero(total) + _SLACK * error + T**2 * lost
+    added = T * ADDING[dtype] * sum(lengths[1:], lengths[0])
+    return _or_infinite(squared.sqrt() + _SLACK * added)
 
 
 def _row_sums(strip: Tensor, start: int) -> Tensor:
@@ -158,8 +158,7 @@ def embedding_norms(same_row: Tensor, g: Tensor) -> Tensor:
     lengths = torch.where(same_row, length[:, :, None] * length[:, None, :], 0).sum(2).double().sum(1)
     lengths = _SLACK * lengths + T**2 * p * lost
     error = (p + T + 2) * u * lengths + T**2 * p * lost
-    total = total.clamp(min=0)
-    return _or_infinite((total + _SLACK * error).sqrt() + T * u * lengths.sqrt())
+    return _or_infinite((_at_least_zero(total) + _SLACK * error).sqrt() + T * u * lengths.sqrt())
 
 
 def tied_norms(index: Tensor, e: Tensor, x: Tensor, o: Tensor, squares: Tensor) -> Tensor:
@@ -185,8 +184,13 @@ def tied_norms(index: Tensor, e: Tensor, x: Tensor, o: Tensor, squares: Tensor) 
     size = (torch.bmm(sizes, e_norms[:, :, None])[:, :, 0] * x_norms).sum(1)
     error = (d + T + 3) * u * size + d * lost * sizes.sum((1, 2)) + S * T * lost
     length = (o_norms * x_norms).sum(1) + e_norms.sum(1)
-    total = (squares + 2 * (inner + _SLACK * error)).clamp(min=0)
+    total = _at_least_zero(squares + 2 * (inner + _SLACK * error))
     return _or_infinite(total.sqrt() + _SLACK * (S + T) * ADDING[dtype] * length)
+
+
+def _at_least_zero(total: Tensor) -> Tensor:
+    """A sum that may be below zero by rounding; infinite if its terms overflowed, to NaN or to -infinity."""
+    return torch.where(total > -torch.inf, total.clamp(min=0), torch.inf)
 
 
 def _or_infinite(found: Tensor) -> Tensor:

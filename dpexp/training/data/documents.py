@@ -57,6 +57,9 @@ class Tokens(Dataset):
         return {"input_ids": ids, "attention_mask": is_token.long(), "labels": labels}
 
 
+_TESTED_AT_ONCE = 16  # texts, for each of whose tokens a model gives a score to each word that it knows
+
+
 class _Texts(RawData):
     """Training and test texts in files, and a tokenizer that was not made from them.
 
@@ -80,7 +83,7 @@ class _Texts(RawData):
         self._tokenizer = tokenizer_of(tokenizer)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size)
+        return DataLoader(self.test, min(self.batch_size, _TESTED_AT_ONCE))
 
     @cached_property
     def train(self) -> Tokens:
