@@ -162,6 +162,15 @@ def test_a_fit_in_low_memory_has_the_weights_of_one_in_usual(tmp_path):
         assert torch.equal(usual, low)
 
 
+@pytest.fixture
+def not_deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("not_deterministic")
 def test_operators_are_deterministic_in_both_runs_and_as_before_afterwards():
     """On a CPU, too: with several threads, index_put adds in parallel, in any order."""
     engine, seen = engine_of(classifier(), low_memory=True, **OF_N), []
@@ -178,6 +187,7 @@ def test_operators_are_deterministic_in_both_runs_and_as_before_afterwards():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.usefixtures("not_deterministic")
 def test_low_memory_is_refused_where_it_cannot_hold():
     module = classifier()
     plan = plan_of(module, n=20, q=0.3, steps=2, noise_multiplier=1.0)

@@ -32,6 +32,7 @@ MAPPING = re.compile(r"\{([^{}]*)\}|^(\w+: [\w.]+)$")  # {a: 1, b: 2}, or a: 1 b
 OWN = {"conv", "fc", "concentrated", "per_layr"}  # a reader's own groups and classes, and an error
 OTHERS = {  # what looks like an option and is none
     "use_cache", "total_length", "microbatch_size", "poisson_sampling", "secure_mode", "create_graph", "padding",
+    "bf16", "gradient_checkpointing",
     "options", "norms", "install", "key", "viewStateShareKey", "collate_fn", "__getitems__", "augment.sd",
     "trainer.should_stop", "trainer.train_dataloader.dataset", "tracking.data_budget", "train.user_of",
     *re.findall(r"^    (\w+)=", "\n".join(COMMANDS.values()), re.MULTILINE),

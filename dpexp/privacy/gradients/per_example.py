@@ -1,6 +1,5 @@
 """A record's loss, and its gradient by ordinary autograd."""
 
-import _thread
 import random
 import signal
 import threading
@@ -173,7 +172,7 @@ def signals_deferred(handled: set[int] | None = None) -> Iterator[None]:
         """Python drops what is raised while it collects garbage, and so may a user's code."""
         while not ended.wait(_AGAIN):
             for number in [number for number, ends in [*received.items()] if ends]:
-                _thread.interrupt_main(signal.Signals(number))
+                signal.raise_signal(number)
 
     ended, again = threading.Event(), threading.Thread(target=raise_again)
     for number in deferred:
