@@ -23,7 +23,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     outer_products,
 )
 from dpexp.privacy.gradients.lifted import Lifted
-from dpexp.privacy.gradients.norms import full_precision
+from dpexp.privacy.gradients.norms import full_precision, tied_norms
 from dpexp.privacy.gradients.one_record import trace_one
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.plan.groups import trainable
@@ -427,6 +427,9 @@ def test_a_tied_table_whose_uses_cancel_has_a_norm_that_is_not_too_small(left, s
     true = torch.bmm(o.double().transpose(1, 2), x.double())
     true.scatter_add_(1, index[..., None].expand(-1, -1, d), e.double())
     parts = x.double().norm(dim=(1, 2)) * o.double().norm(dim=(1, 2))
+    E = torch.zeros(B, V, d, dtype=torch.float64).scatter_add_(1, index[..., None].expand(-1, -1, d), e.double())
+    squares = E.square().sum((1, 2)) + (true - E).square().sum((1, 2))
+    assert (tied_norms(index, e, x, o, squares) >= true.norm(dim=(1, 2))).all()
     for i, c in enumerate(torch.eye(B)):
         added = tied.weighted_sum(c).double().norm()
         assert added <= found[i] and true[i].norm() <= found[i] <= 1.01 * true[i].norm() + 0.02 * parts[i] + 1e-15

@@ -14,7 +14,7 @@ def written_between(x):
     y = x * 1
     before = y.sum()
     y.view(-1).add_(1)
-    return before, y.sum(), (y.norm() * 2, y.norm() * 2)
+    return before * 2, y.sum() * 3, (y.norm() * 2, y.norm() * 2)
 
 
 def filled_by_parts(x):
@@ -23,7 +23,7 @@ def filled_by_parts(x):
     y[0:1] = x[0:1]
     second = y.norm()
     y[1:2] = x[1:2]
-    return first, second, y.norm()
+    return first * 2, second * 3, y.norm() * 4
 
 
 def equal_results(x):
@@ -39,7 +39,7 @@ def equal_results(x):
 
 
 def drawn_twice(x):
-    return torch.rand_like(x), torch.rand_like(x), torch.bernoulli(x.abs().clamp(max=1)), torch.zeros_like(x).add_(1)
+    return torch.rand_like(x) - torch.rand_like(x), torch.bernoulli(x.abs().clamp(max=1)), torch.zeros_like(x).add_(1)
 
 
 def copied_and_written(x):

@@ -109,7 +109,8 @@ def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tens
     Args:
         x: [B, T, d].
         g: [B, T, p].
-        x_squared, g_squared: [B] in float64, at least ‖x‖² and ‖g‖².
+        x_squared: [B] in float64, at least ‖x‖².
+        g_squared: [B] in float64, at least ‖g‖².
     """
     x, g = as_multiplied(x), as_multiplied(g)
     _, T, d = x.shape
@@ -171,7 +172,8 @@ def tied_norms(index: Tensor, e: Tensor, x: Tensor, o: Tensor, squares: Tensor) 
     Args:
         index: [B, T], rows of the table.
         e: [B, T, d], what each position adds to its row.
-        x, o: [B, S, d] and [B, S, V].
+        x: [B, S, d].
+        o: [B, S, V].
         squares: [B], at least ‖E‖² + ‖O‖².
     """
     e, x, o = as_multiplied(e), as_multiplied(x), as_multiplied(o)
