@@ -63,6 +63,7 @@ def origins_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def written(graph: fx.Graph, origins: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The nodes that made memory to which operators write."""
     return {origins[given] for node in graph.nodes for given, _, is_written in _tensors_given(node) if is_written}
 
 

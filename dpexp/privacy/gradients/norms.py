@@ -57,7 +57,7 @@ def squared_norms(vectors: Sequence[Tensor]) -> list[Tensor]:
     What follows the sums over entries is done for all vectors together, since on a GPU each operator costs a launch.
     """
     found: list[Tensor] = [torch.empty(0)] * len(vectors)
-    for kind in {_kind(x) for x in vectors}:
+    for kind in dict.fromkeys(map(_kind, vectors)):
         dtype, in_runs = full_type(kind[0]), kind[1]
         places = [k for k, x in enumerate(vectors) if _kind(x) == kind]
         d = max(vectors[k].shape[1] for k in places)
