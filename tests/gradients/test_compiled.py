@@ -1,5 +1,6 @@
 """Compiled graphs: the same sums and draws, norms that are never too small, and the decision to compile."""
 
+import math
 import shutil
 from statistics import NormalDist
 
@@ -111,17 +112,79 @@ def test_functions_with_vectorized_code_are_not_compiled(function):
 
 
 def test_a_graph_that_raises_an_error_for_some_records_is_not_compiled():
-    """With an index out of range, compiled code ends the process or reads another row."""
-    module, index = classifier(), torch.zeros(N, dtype=torch.long)
+    module, label = classifier(), torch.zeros(N, dtype=torch.long)
     engine = engine_of(module)
 
-    def taking(m, one):
-        return loss_of(m, one[:2]) * torch.take(m[0].weight.detach(), one[2]).sum()
+    def margin(m, one):
+        return F.multi_margin_loss(m(one[0]), one[2])
 
-    before = sums_of(engine, taking, (*rows(), index))
+    before = sums_of(engine, margin, (*rows(), label))
     assert "some records raise an error" in reason_of(engine)
-    index[3] = 999
-    assert 0 < norm_of(sums_of(engine, taking, (*rows(), index)), before) <= S * (1 + 1e-6)
+    label[3] = 999
+    assert 0 < norm_of(sums_of(engine, margin, (*rows(), label)), before) <= S * (1 + 1e-6)
+
+
+def test_an_index_whose_range_is_not_known_is_not_compiled():
+    """With an index out of range, compiled code ends the process, or reads or writes another row."""
+    engine = engine_of(classifier())
+
+    def copying(m, one):
+        return loss_of(m, (one[0].index_copy(1, one[2][0], one[0].new_ones(1, 1)), one[1]))
+
+    sums_of(engine, copying, (*rows(), torch.zeros(N, 1, dtype=torch.long)))
+    assert "index_copy" in reason_of(engine) and "whose range is not known" in reason_of(engine)
+
+
+@needs_compiler
+def test_an_index_that_a_record_computes_is_checked_in_compiled_code():
+    """Only where another value is small, so that no synthetic record shows it."""
+    engine, index, x = engine_of(classifier()), torch.zeros(N, dtype=torch.long), torch.ones(N)
+
+    def taking(m, one):
+        index = torch.where(one[3] < 0.5, one[2], 0)
+        return loss_of(m, one[:2]) * torch.take(m[0].weight.detach(), index).sum()
+
+    before = sums_of(engine, taking, (*rows(), index, x))
+    assert compiled_graphs(engine)
+    index[3], x[3] = 999, 0
+    found = sums_of(engine, taking, (*rows(), index, x))
+    assert 0 < norm_of(found, before) <= S * (1 + 1e-6)
+
+
+class MaskedPool(nn.Module):
+    """In a padded window that is masked, the compiled place of the largest value is negative."""
+
+    def __init__(self, dims):
+        super().__init__()
+        conv, pool = {2: (nn.Conv2d, nn.MaxPool2d), 3: (nn.Conv3d, nn.MaxPool3d)}[dims]
+        self.conv, self.pool = conv(1, 1, 1), pool(3, 2, 1)
+
+    def forward(self, x, mask):
+        return self.pool(self.conv(x).masked_fill(~mask, -math.inf))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dims", [2, 3])
+def test_no_record_writes_to_another_by_a_pool_of_masked_places(dims):
+    torch.manual_seed(0)
+    model, shape = MaskedPool(dims), (N, 1, *[4] * dims)
+    engine = engine_of(model)
+    x, mask, weight = torch.randn(shape), torch.ones(shape, dtype=torch.bool), torch.ones(N, 1, *[2] * dims)
+
+    def loss(m, one):
+        return (m(*one[:2]) * one[2]).sum()
+
+    def last_moves_by(x, mask, weight):
+        with_it, without = (sums_of(engine, loss, tuple(v[:n] for v in (x, mask, weight))) for n in (N, N - 1))
+        return norm_of(with_it, without)
+
+    sums_of(engine, loss, (x, mask, weight))
+    assert compiled_graphs(engine)
+    corner = (N - 1, 0, *[slice(2)] * dims)
+    for a in (1e6, -1e6):
+        mask[corner], weight[N - 1] = False, 0
+        weight[N - 1].view(-1)[0], weight[N - 1].view(-1)[-1] = a, 1e4
+        assert last_moves_by(x, mask, weight) <= S * (1 + 1e-6)
 
 
 @needs_compiler

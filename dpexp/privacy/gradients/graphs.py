@@ -16,6 +16,7 @@ from dpexp.privacy.gradients.graph import Graph, Template, add_sums, compare, co
 from dpexp.privacy.gradients.lifted import Lifted
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.one_record import OneRecord
+from dpexp.privacy.gradients.operators import NotTraceable
 from dpexp.privacy.noise.randomness import own_state
 
 _COMPARED_ROWS, _PROVED_ROWS, _PROVED_ROWS_OF_FURTHER_SHAPES = 2, 5, 3
@@ -121,6 +122,8 @@ class Graphs:
             some, others = (self.synthetic.records(chunk, rows, seed) for seed in (0, 1))
             inputs = self._inputs(some)
             try:
+                if self._lifted.unchecked_index is not None:
+                    raise NotTraceable(f"{self._lifted.unchecked_index} has an index whose range is not known")
                 graph = self._of_rows(chunk, rows)
                 fast = compile_and_compare(graph, inputs, self.one.inputs, self._device, compiling.progress)
                 prove(self._perturbed(lambda given: fast(given, self._device)), some, others, fast.zeroing)

@@ -1,5 +1,6 @@
 """Lifts the graph of one record over the records of a chunk, by torch.func.vmap."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ class Lifted:
 
     Attributes:
         stored: names of the parameters whose gradients are stored for each record.
+        unchecked_index: an operator with an index of records whose range is not known; None: there is none.
         smallest_range: the smallest number of rows or classes that the records' indices select from; None: no indices.
     """
 
@@ -45,6 +47,7 @@ class Lifted:
         _draw_for_each(graph, of_records)
         _check_rules(of_records)
         self.smallest_range, in_range = _check_ranges(graph, of_records)
+        self.unchecked_index = _unchecked_index(graph, of_records)
         loss, *others = returned
         self._uses = {
             name: uses_of(node, of_records) for name, node in zip(one.used, others[: len(one.used)], strict=True)
@@ -166,6 +169,10 @@ def _of_table(table: fx.Node, dim: int, index: fx.Node) -> Ranges:
     return [(index, 0, shape_of(table)[dim] if shape_of(table) else 1, None)]
 
 
+def _of_image(x: fx.Node, dims: int, index: fx.Node) -> Ranges:
+    return [(index, 0, math.prod(shape_of(x)[-dims:]), None)]
+
+
 def _of_dimensions(x: fx.Node, indices: Sequence[fx.Node | None], *_: Any) -> Ranges:
     return [
         (index, -size, size, None)
@@ -184,6 +191,15 @@ _RANGES: dict[Any, Callable[..., Ranges]] = {
     aten.scatter.src: lambda x, dim, index, *_: _of_table(x, dim, index),
     aten.scatter.value: lambda x, dim, index, *_: _of_table(x, dim, index),
     aten.scatter_add.default: lambda x, dim, index, *_: _of_table(x, dim, index),
+    aten.take.default: lambda x, index: [(index, -math.prod(shape_of(x)), math.prod(shape_of(x)), None)],
+    # Compiled, the place of the largest value is negative where all of a padded window are -inf, and the backward pass
+    # would write to the record before.
+    aten.max_pool2d_with_indices_backward.default: lambda g, x, k, s, p, d, c, index: _of_image(x, 2, index),
+    aten.max_pool3d_with_indices_backward.default: lambda g, x, k, s, p, d, c, index: _of_image(x, 3, index),
+    aten.adaptive_max_pool2d_backward.default: lambda g, x, index: _of_image(x, 2, index),
+    aten.adaptive_max_pool3d_backward.default: lambda g, x, index: _of_image(x, 3, index),
+    aten.fractional_max_pool2d_backward.default: lambda g, x, k, size, index: _of_image(x, 2, index),
+    aten.fractional_max_pool3d_backward.default: lambda g, x, k, size, index: _of_image(x, 3, index),
     aten.binary_cross_entropy.default: lambda x, y, *_: [(x, 0, 1, None), (y, 0, 1, None)],
     aten.nll_loss_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[-1], ignored)],
     aten.nll_loss2d_forward.default: lambda x, y, w, reduction, ignored: [(y, 0, shape_of(x)[1], ignored)],
@@ -220,7 +236,7 @@ def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None
                     one if ignored is None else call(aten.logical_or.default, one, call(aten.eq.Scalar, index, ignored))
                 )
                 fits = one if fits is None else call(aten.logical_and.default, fits, one)
-            safe = call(aten.where.ScalarOther, fits, index, 0)
+            safe = call(_CHECKED, fits, index, 0)
             valid.append(call(aten.all.default, fits))
         safe.meta = dict(index.meta)
         for user in users:
@@ -229,6 +245,22 @@ def _check_ranges(graph: fx.Graph, of_records: set[fx.Node]) -> tuple[int | None
         valid[:2] = [call(aten.logical_and.default, valid[0], valid[1])]
     sizes = [high for limits in ranges.values() for _, high, _ in limits if high > 1]
     return min(sizes, default=None), valid
+
+
+_CHECKED = aten.where.ScalarOther  # what gives indices in range
+
+
+def _unchecked_index(graph: fx.Graph, of_records: set[fx.Node]) -> str | None:
+    """The name of an operator with an index that depends on a record and was not checked. Its compiled code may write
+    to another record, or end the process."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        for name, value in zip(names, node.args, strict=False):
+            is_index = name in ("index", "indices") and isinstance(value, fx.Node) and value in of_records
+            if is_index and value.target is not _CHECKED and node.target not in _RANGES:
+                return str(node.target)
+    return None
 
 
 # ---- operators whose first dimension is a batch ----------------------------------------------------------------------
