@@ -20,14 +20,15 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.stats import binom
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.coverage import CLAIMS, NAMES, coverage
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.coverage import NAMES
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SumQueryEvent
+from dpexp.accounting.sampling import POLICIES, sampling_event
 
 NULL, REPLACED = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 Facts = tuple[float, float, int, int, int, int]  # z, q, rounds, n, maximum, parts
-EACH = [(p, a, name) for p, claims in CLAIMS.items() for a, names in claims.items() for name in names]
-EACH += [("laplace", "add_remove", name) for name in NAMES if "laplace" in coverage(name).noise]
-EACH = [(p, a, name) for p, a, name in EACH if coverage(name).is_bound and p != "random_allocation"]  # no oracle here
+EACH = [(p, a, name) for p, kind in POLICIES.items() for a, names in kind.covers.items() for name in names]
+EACH += [("laplace", "add_remove", name) for name in NAMES]
+EACH = [(p, a, name) for p, a, name in EACH if p != "random_allocation"]  # no oracle here
 
 
 def composed(policy: str, relation: NeighboringRelation, facts: Facts, delta: float) -> list[float]:
@@ -86,13 +87,13 @@ def ledger_of(policy: str, adjacency: str, facts: Facts) -> Ledger:
     queries = (SumQueryEvent("all", 1.0, z),)
     if policy == "laplace":
         query = OneTimeQueryEvent("counts", "laplace", 1.0, 2.0, z)
-        return Ledger(adjacency, {Round(SamplingEvent("all", 1.0, n), (query,)): rounds})
+        return Ledger(adjacency, {Round(sampling_event("all", 1.0, n), (query,)): rounds})
     if policy == "shuffle":
         starts = range(0, rounds, round(1 / q))
-        epochs = {start: SamplingEvent(policy, q, n, epoch=k) for k, start in enumerate(starts)}
+        epochs = {start: sampling_event(policy, q, n, epoch=k) for k, start in enumerate(starts)}
         return Ledger(adjacency, {Round(e, queries): min(round(1 / q), rounds - at) for at, e in epochs.items()})
     own = {"truncated_poisson": {"maximum": maximum}, "cyclic_poisson": {"parts": parts, "block": 0}}.get(policy, {})
-    return Ledger(adjacency, {Round(SamplingEvent(policy, q, n, **own), queries): rounds})
+    return Ledger(adjacency, {Round(sampling_event(policy, q, n, **own), queries): rounds})
 
 
 def drawn(policy: str, random: np.random.Generator) -> Facts:

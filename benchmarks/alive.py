@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from workloads import WORKLOADS
 
-from dpexp import Clipping, Sampling, Target, make_plan
+from dpexp import Clipping, FullBatch, Target, make_plan
 from dpexp._torch_compat import FakeTensorMode, proxy_tensor, quick_tracing
 from dpexp.privacy.gradients import graph as graphs
 from dpexp.privacy.gradients.chunk import Chunk
@@ -143,7 +143,7 @@ def private(model: nn.Module, records: Sequence[Tensor], group: str) -> tuple[in
     """Bytes of a private pass in one run, and of each of two."""
     size = len(records[0])
     plan = make_plan(
-        model, n=size, sampling=Sampling(policy="full_batch", sampling_rate=1.0, steps=2),
+        model, n=size, sampling=FullBatch(steps=2),
         target=Target(noise_multiplier=1.0), clipping=Clipping(group=GROUPS[group]),
     )  # fmt: skip
     step = PrivateRound(plan, model, GaussianNoise()).step

@@ -8,16 +8,16 @@ Predicted: z ‖A C⁻¹‖_F/√T over b, relative to b = 1, for n = 50 000, te
 
 from torch import nn
 
-from dpexp import Noise, Sampling, Target, make_plan
+from dpexp import Banded, CyclicPoisson, Target, make_plan
 from dpexp.privacy.noise.correlated import candidates, error
 
 N, EPOCHS, DELTA, EPSILONS, MOMENTUM = 50_000, 10, 1e-5, (3.0, 8.0), 0.9
 
 
-def predicted(batch: int, epsilon: float, noise: Noise, parts: int | None = None) -> float:
+def predicted(batch: int, epsilon: float, noise: Banded, parts: int | None = None) -> float:
     size = {"expected_batch_size": batch} if parts is None else {"sampling_rate": 1 / parts}
     plan = make_plan(
-        nn.Linear(1, 1), n=N, sampling=Sampling("cyclic_poisson", **size, partitions=parts, epochs=EPOCHS),
+        nn.Linear(1, 1), n=N, sampling=CyclicPoisson(**size, partitions=parts, epochs=EPOCHS),
         target=Target(epsilon=epsilon, delta=DELTA), noise=noise,
     )  # fmt: skip
     return plan.noise_multiplier * error(plan.bands, plan.rounds, noise.momentum)
@@ -30,12 +30,9 @@ def errors() -> None:
         for batch in (512, 1024, 4096):
             tried = [*candidates(batch / N, N)]
             for momentum, kind in ((0.0, "sqrt"), (0.0, "optimal"), (MOMENTUM, "optimal")):
-                base = predicted(batch, epsilon, Noise("banded", 1, kind, momentum))
-                row = [predicted(batch, epsilon, Noise("banded", b, kind, momentum)) / base for b in tried]
-                whole = (
-                    predicted(batch, epsilon, Noise("banded", round(N / batch), kind, momentum), round(N / batch))
-                    / base
-                )
+                base = predicted(batch, epsilon, Banded(1, kind, momentum))
+                row = [predicted(batch, epsilon, Banded(b, kind, momentum)) / base for b in tried]
+                whole = predicted(batch, epsilon, Banded(round(N / batch), kind, momentum), round(N / batch)) / base
                 cells = [f"**{one:.3f}**" if one == min(row) else f"{one:.3f}" for one in row] + [""] * (7 - len(row))
                 print(
                     f"| {epsilon:g} | {batch} | {momentum:g} | {kind} | {' | '.join(cells)} | {whole:.3f} |", flush=True

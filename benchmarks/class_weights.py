@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp import Clipping, Sampling, Target, make_plan
+from dpexp import Clipping, Poisson, Target, make_plan
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 
@@ -66,7 +66,7 @@ def trained(kind, seed):
         plan = make_plan(
             module,
             n=N,
-            sampling=Sampling(expected_batch_size=BATCH, steps=ROUNDS),
+            sampling=Poisson(expected_batch_size=BATCH, steps=ROUNDS),
             target=Target(epsilon=EPSILON, delta=1e-5),
             clipping=Clipping(clip_norm=FixedClipNorm(S)),
         )

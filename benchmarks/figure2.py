@@ -10,14 +10,15 @@ from matplotlib.figure import Figure
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.composition import best_split
-from dpexp.accounting.coverage import NAMES, coverage
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.coverage import NAMES
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent
+from dpexp.accounting.sampling import sampling_event
 
 Q, SIGMA, DELTA, N = 0.01, 4.0, 1e-5, 60_000
 
 
 def ledger(rounds: int) -> Ledger:
-    one = Round(SamplingEvent("poisson", Q, N), (SumQueryEvent("all", 1.0, SIGMA),))
+    one = Round(sampling_event("poisson", Q, N), (SumQueryEvent("all", 1.0, SIGMA),))
     return Ledger("add_remove", {one: rounds})
 
 
@@ -41,7 +42,7 @@ if __name__ == "__main__":
     axes = figure.add_subplot(xlabel="epochs", ylabel="ε", title="q = 0.01, σ = 4, δ = 1e-5", yscale="log")
     for name in NAMES:
         values = [epsilon(ledger(round(e / Q)), DELTA, name) for e in epochs]
-        axes.plot(epochs, values, label=name, linestyle="--" if not coverage(name).is_bound else "-")
+        axes.plot(epochs, values, label=name)
         print(f"{name:10} {epsilon(ledger(10_000), DELTA, name):8.4f} at 100 epochs")
     printed = [as_printed(SIGMA, Q, round(e / Q), DELTA) for e in epochs]
     axes.plot(epochs, printed, label="strong, as printed in Abadi et al. 2016 (no bound)", color="grey", linestyle=":")

@@ -16,7 +16,7 @@ from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.stats import chi2
 
-from dpexp import Sampling, Target, make_plan
+from dpexp import Poisson, Target, make_plan
 from dpexp.training.models import mlp
 
 N, Q, ROUNDS, EPSILON, DELTA = 1437, 512 / 1437, 113, 3.0, 1e-4
@@ -63,7 +63,7 @@ def main() -> None:
     z = make_plan(
         mlp((1, 8, 8), 10),
         n=N,
-        sampling=Sampling(sampling_rate=Q, steps=ROUNDS),
+        sampling=Poisson(sampling_rate=Q, steps=ROUNDS),
         target=Target(epsilon=EPSILON, delta=DELTA),
     ).noise_multiplier
     print(f"{ROUNDS} rounds at q = {Q:.4f}, z = {z:.4f}; exact norms: ε = {EPSILON:g} at δ = {DELTA:g}")

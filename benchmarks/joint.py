@@ -163,7 +163,7 @@ def clipping(way: str, m: Tensor, d: Tensor, names: list[str], multiple: float) 
 def noise_multiplier(n: int, size: int, rounds: int, epsilon: float) -> float:
     """z, at the largest power of ten below 1/n as δ."""
     target = dpexp.Target(epsilon=epsilon, delta=10.0 ** -math.ceil(math.log10(n + 1)))
-    sampling = dpexp.Sampling(expected_batch_size=size, steps=rounds)
+    sampling = dpexp.Poisson(expected_batch_size=size, steps=rounds)
     return dpexp.make_plan(nn.Linear(1, 1), n=n, sampling=sampling, target=target).noise_multiplier
 
 
@@ -188,7 +188,7 @@ def train(task: Task, root: Path, way: str, multiple: float, rate: float, seed: 
     m, d = lengths(model, public)
     names = [vector.name for vector in vectors(model, list(owners(model)))]
     how, allocation = clipping(way, m, d, names, multiple)
-    sampling = dpexp.Sampling(expected_batch_size=task.size, steps=task.rounds)
+    sampling = dpexp.Poisson(expected_batch_size=task.size, steps=task.rounds)
     z = dpexp.Target(noise_multiplier=noise_multiplier(n, task.size, task.rounds, task.epsilon))
     plan = dpexp.make_plan(model, n=n, sampling=sampling, target=z, clipping=how, allocation=allocation)
     optimizer = torch.optim.SGD(

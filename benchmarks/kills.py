@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp import Sampling, Target, make_plan
+from dpexp import Poisson, Target, make_plan
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
@@ -94,7 +94,7 @@ def train(folder: Path) -> None:
     witness = Witness(folder)
     module = Model(witness.seen)
     plan = make_plan(
-        module, n=N, sampling=Sampling(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
+        module, n=N, sampling=Poisson(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
     )
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
     trainer = pl.Trainer(

@@ -66,7 +66,7 @@ def plain(work):
 def private(work):
     """Of the graph of a chunk of the usual size, and how records are processed."""
     module, records = Module(work.build()), TensorDataset(*work.data(4 * work.batch))
-    sampling = dpexp.Sampling(sampling_rate=0.25, steps=4)
+    sampling = dpexp.Poisson(sampling_rate=0.25, steps=4)
     plan = dpexp.make_plan(module, n=len(records), sampling=sampling, target=dpexp.Target(noise_multiplier=1.0))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.jsonl"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpexp import Sampling, Target, make_plan
+from dpexp import FullBatch, Target, make_plan
 
 SIZES = {"10M": (320, 8), "100M": (768, 14), "1B": (2048, 20)}  # width, layers
 T, VOCABULARY, HEAD_DIM = 128, 1000, 64
@@ -127,7 +127,7 @@ def measured(size: str, tuning: str, physical_batch: int) -> int:
     plan = make_plan(
         module,
         n=physical_batch,
-        sampling=Sampling(policy="full_batch", sampling_rate=1.0, steps=2),
+        sampling=FullBatch(steps=2),
         target=Target(noise_multiplier=1.0),
     )
     records = DataLoader(TensorDataset(torch.randint(VOCABULARY, (physical_batch, T))), batch_size=1)

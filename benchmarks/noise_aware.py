@@ -67,7 +67,7 @@ def records(task: str, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
 def noise_multiplier(n: int, size: int, rounds: int, epsilon: float) -> float:
     """z, at the largest power of ten below 1/n as δ."""
     target = dpexp.Target(epsilon=epsilon, delta=10.0 ** -math.ceil(math.log10(n + 1)))
-    sampling = dpexp.Sampling(expected_batch_size=size, steps=rounds)
+    sampling = dpexp.Poisson(expected_batch_size=size, steps=rounds)
     return dpexp.make_plan(nn.Linear(1, 1), n=n, sampling=sampling, target=target).noise_multiplier
 
 

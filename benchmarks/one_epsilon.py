@@ -19,14 +19,15 @@ SECONDS, BYTES = 60, 4 * 2**30
 
 def of_dpexp(name: str, z: float, q: float, rounds: int, delta: float, relation: str) -> float:
     from dpexp.accounting.accountants import epsilon
-    from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+    from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent
+    from dpexp.accounting.sampling import sampling_event
 
     queries, n = (SumQueryEvent("all", 1.0, z),), 1_000_000
     if relation == "random_allocation":
         drawn = {"num_selected": 1, "num_steps": int(q)}
-        epochs = [SamplingEvent(relation, 1 / q, n, epoch=k * int(q), **drawn) for k in range(rounds)]
+        epochs = [sampling_event(relation, 1 / q, n, epoch=k * int(q), **drawn) for k in range(rounds)]
         return epsilon(Ledger("add_remove", {Round(epoch, queries): int(q) for epoch in epochs}), delta, name)
-    sampling = SamplingEvent("all" if q == 1 else "poisson", q, n)
+    sampling = sampling_event("all" if q == 1 else "poisson", q, n)
     return epsilon(Ledger(relation, {Round(sampling, queries): rounds}), delta, name)
 
 

@@ -115,7 +115,7 @@ def privately(one: Case) -> dict[str, Any]:
         clock, start, privacy = Clock(caught), time.monotonic(), None
         try:
             target = dpexp.Target(noise_multiplier=1.0)
-            sampling = dpexp.Sampling(sampling_rate=B / N, steps=STEPS)
+            sampling = dpexp.Poisson(sampling_rate=B / N, steps=STEPS)
             plan = dpexp.make_plan(module, n=N, sampling=sampling, target=target)
             path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
             privacy = dpexp.PrivacyCallback(plan, path, noise_seed=1, compile=False)

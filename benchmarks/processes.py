@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp import Sampling, Target, make_plan
+from dpexp import Poisson, Target, make_plan
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.privacy import round
 from dpexp.privacy.distributed import Processes, SharedLedger
@@ -71,7 +71,7 @@ def train(folder: Path, rank: int, count: int) -> None:
     torch.manual_seed(0)
     module = Classifier(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     plan = make_plan(
-        module, n=N, sampling=Sampling(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
+        module, n=N, sampling=Poisson(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
     )
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
     data = DataLoader(TensorDataset(torch.randn(N, 2), torch.zeros(N, dtype=torch.long)))

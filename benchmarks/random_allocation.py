@@ -16,7 +16,8 @@ import numpy as np
 from scipy.stats import norm
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent
+from dpexp.accounting.sampling import sampling_event
 
 _SIGMAS = float(norm.isf(1e-5))
 _NORMALS = 2e7  # of a simulation
@@ -25,7 +26,7 @@ _NORMALS = 2e7  # of a simulation
 def ledger_of(z, t, k, epochs):
     query = SumQueryEvent("all", 1.0, z)
     events = [
-        SamplingEvent("random_allocation", k / t, 10**6, epoch=e, num_selected=k, num_steps=t) for e in range(epochs)
+        sampling_event("random_allocation", k / t, 10**6, epoch=e, num_selected=k, num_steps=t) for e in range(epochs)
     ]
     return Ledger("add_remove", {Round(event, (query,)): 1 for event in events})
 

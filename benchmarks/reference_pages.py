@@ -17,7 +17,8 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from hydra.utils import get_object
 
-from dpexp.accounting.coverage import CLAIMS, coverage, yaml_name
+from dpexp.accounting.coverage import yaml_name
+from dpexp.accounting.sampling import POLICIES
 from dpexp.commands.command_line import COMMANDS, NO_OPTIONS, _options_of_groups, group_descriptions
 from dpexp.config import CONF, Config
 
@@ -156,13 +157,13 @@ def of_group(group: str, paths: list[Path]) -> Iterator[str]:
 def claims() -> str:
     """Which accountant has a bound for which sampling policy and adjacency."""
     rows = []
-    for policy, each in CLAIMS.items():
+    for name, policy in POLICIES.items():
         together: dict[tuple[str, ...], list[str]] = {}
-        for adjacency, names in each.items():
+        for adjacency, names in policy.covers.items():
             together.setdefault(names, []).append(f"`{adjacency}`")
         for names, adjacencies in together.items():
-            bounds = ", ".join(f"`{name}`" for name in names if coverage(name).is_bound)
-            rows.append(f"| `{yaml_name(policy)}` | {', '.join(adjacencies)} | {bounds} |")
+            bounds = ", ".join(f"`{accountant}`" for accountant in names)
+            rows.append(f"| `{yaml_name(name)}` | {', '.join(adjacencies)} | {bounds} |")
     head = "The first adjacency of a policy is its default. `accountant=all` takes every accountant of the row."
     return f"{head}\n\n| `sampling` | `privacy.adjacency` | `accountant` |\n|---|---|---|\n" + "\n".join(rows)
 

@@ -8,7 +8,8 @@ a record is replaced with null, under fixed_size with another (the sum moves by 
 
 from torch import nn
 
-from dpexp import Sampling, Target, make_plan
+from dpexp import Target, make_plan
+from dpexp.accounting import sampling
 
 EXPERIMENTS = {  # n, t, epochs, δ
     "digits": (1437, 4, 25, 1e-4),
@@ -19,16 +20,16 @@ EXPERIMENTS = {  # n, t, epochs, δ
     "mnist_cnn": (60_000, 59, 40, 1e-5),
     "cifar10_wrn": (50_000, 12, 205, 1e-5),
 }
-POLICIES = {
+OPTIONS = {
     "poisson": {}, "random_allocation": {}, "shuffle": {}, "fixed_size": {}, "cyclic_poisson": {"partitions": 2},
 }  # fmt: skip
 
 
 def ratio(n: int, t: int, epochs: int, delta: float, epsilon: float, policy: str) -> float:
     """σ̃/S; n is rounded to a multiple of t, for whole batches."""
-    n = round(n / t) * t
+    n, kind = round(n / t) * t, sampling.POLICIES[policy]
     plan = make_plan(
-        nn.Linear(1, 1), n=n, sampling=Sampling(policy, sampling_rate=1 / t, steps=epochs * t, **POLICIES[policy]),
+        nn.Linear(1, 1), n=n, sampling=kind(sampling_rate=1 / t, steps=epochs * t, **OPTIONS[policy]),
         target=Target(epsilon=epsilon, delta=delta),
     )  # fmt: skip
     (group,) = plan.groups
@@ -36,11 +37,11 @@ def ratio(n: int, t: int, epochs: int, delta: float, epsilon: float, policy: str
 
 
 def main() -> None:
-    print("| | t | epochs | ε | " + " | ".join(POLICIES).replace("_", " ") + " | random allocation against Poisson |")
-    print("|---|---|---|---|" + "---|" * (len(POLICIES) + 1))
+    print("| | t | epochs | ε | " + " | ".join(OPTIONS).replace("_", " ") + " | random allocation against Poisson |")
+    print("|---|---|---|---|" + "---|" * (len(OPTIONS) + 1))
     for name, (n, t, epochs, delta) in EXPERIMENTS.items():
         for epsilon in (1.0, 3.0, 8.0):
-            found = {policy: ratio(n, t, epochs, delta, epsilon, policy) for policy in POLICIES}
+            found = {policy: ratio(n, t, epochs, delta, epsilon, policy) for policy in OPTIONS}
             less = found["random_allocation"] / found["poisson"] - 1
             cells = " | ".join(f"{value:.4g}" for value in found.values())
             print(f"| {name} | {t} | {epochs} | {epsilon:g} | {cells} | {less:+.1%} |", flush=True)

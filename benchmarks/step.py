@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import WORKLOADS, Workload
 
-from dpexp import PrivacyCallback, Sampling, Target, make_plan
+from dpexp import Poisson, PrivacyCallback, Target, make_plan
 
 DEVICE = "cpu"  # benchmarks/gpu.py sets it
 WARM_UP, REPEAT = 60, 5
@@ -123,7 +123,7 @@ def ours(work: Workload, data: TensorDataset, clock: Clock, compile: bool = Fals
     plan = make_plan(
         module,
         n=len(data),
-        sampling=Sampling(sampling_rate=work.batch / len(data), steps=clock.total),
+        sampling=Poisson(sampling_rate=work.batch / len(data), steps=clock.total),
         target=Target(noise_multiplier=Z),
     )
     with tempfile.TemporaryDirectory() as folder:

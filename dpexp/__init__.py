@@ -7,7 +7,7 @@ model of a finished one.
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Torch and Lightning are imported only when a name of the stub, __init__.pyi, is used first.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,6 +5,15 @@ Type checkers read them here.
 
 from .accounting.accountants import delta as delta, epsilon as epsilon
 from .accounting.ledger import Ledger as Ledger, read_ledger as read_ledger
+from .accounting.sampling import (
+    Poisson as Poisson,
+    TruncatedPoisson as TruncatedPoisson,
+    FixedSize as FixedSize,
+    Shuffle as Shuffle,
+    FullBatch as FullBatch,
+    CyclicPoisson as CyclicPoisson,
+    RandomAllocation as RandomAllocation,
+)
 from .commands.build import plan as plan
 from .commands.command_line import compose as compose
 from .commands.saved_jobs import load as load
@@ -36,7 +45,14 @@ from .privacy.plan.clipping import (
 )
 from .privacy.plan.groups import Groups as Groups, flat as flat, per_layer as per_layer, conv_fc as conv_fc
 from .privacy.plan.make import make_plan as make_plan, Clipping as Clipping
-from .privacy.plan.options import Sampling as Sampling, Target as Target, Noise as Noise, Schedules as Schedules
+from .privacy.plan.options import (
+    Target as Target,
+    Gaussian as Gaussian,
+    Banded as Banded,
+    Schedules as Schedules,
+    Sampling as Sampling,
+    Noise as Noise,
+)
 from .privacy.plan.plan import PrivacyPlan as PrivacyPlan
 from .privacy.private import Private as Private
 from .privacy.private_metrics import release as release, weigh as weigh

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.accounting.ledger.events import Part
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan.options import Noise, Sampling, Schedules
+from dpexp.privacy.plan.options import Schedules
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = _CHECKOUT / "conf" if (_CHECKOUT / "pyproject.toml").exists() else Path(__file__).parent / "conf"
@@ -154,11 +154,11 @@ class Config:
     mechanism: Any = None
     clip_rule: Any = None
     allocation: Any = None
-    noise: Noise = MISSING
+    noise: Any = None
     privacy_unit: PrivacyUnit = field(default_factory=PrivacyUnit)
     private_metrics: PrivateMetrics = field(default_factory=PrivateMetrics)
     batchnorm: Any = None
-    sampling: Sampling = MISSING
+    sampling: Any = None
     accountant: Accountant = field(default_factory=Accountant)
     trainer: Trainer = field(default_factory=Trainer)
     tracking: Tracking = field(default_factory=Tracking)

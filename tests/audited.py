@@ -11,6 +11,7 @@ from torch import nn
 import dpexp
 from dpexp.accounting.auditing import audit, level_of_checks, releases
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
+from dpexp.accounting.sampling import RandomAllocation, Shuffle, cyclic_poisson, poisson
 from dpexp.privacy import mechanism
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
@@ -18,8 +19,8 @@ from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
 from dpexp.privacy.plan.clipping import unbounded_clip_factors
-from dpexp.privacy.plan.options import Noise
-from dpexp.privacy.sampling import loader, policies
+from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.sampling import loader
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Synthetic
 
@@ -27,14 +28,14 @@ DELTAS = (1e-5, 1e-2, 1e-1)
 CONFIDENCE = 0.999
 LEVEL = level_of_checks(CONFIDENCE, 9)
 SAMPLINGS = {
-    "all": {"sampling": "full_batch", "q": 1.0},
+    "all": {"sampling": "full_batch"},
     "poisson": {"sampling": "poisson", "q": 0.5},
     "poisson, replaced": {"sampling": "poisson", "q": 0.5, "adjacency": "replace_one"},
     "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "max_batch_size": 525},
     "fixed_size": {"sampling": "fixed_size", "q": 0.5},
     "shuffle": {"sampling": "shuffle", "q": 0.5},
     "random_allocation": {"sampling": "random_allocation", "q": 0.25},
-    "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Noise("banded", 2, "sqrt")},
+    "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(2, "sqrt")},
 }
 MECHANISMS = {
     "separate": {"clip_norm": clipping.FixedClipNorm(0.5)},
@@ -52,7 +53,7 @@ ALLOCATIONS = {
     "weighted": allocation.Weighted({"model.0": 0.3, "model.1": 0.7}),
 }
 FULL_CYCLES = {
-    "sampling": "cyclic_poisson", "q": 0.25, "noise": Noise("banded", 4, "sqrt"), "steps": 16, "noise_multiplier": 2.0,
+    "sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(4, "sqrt"), "steps": 16, "noise_multiplier": 2.0,
     "adjacency": "replace_one",
     "clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2),
 }  # fmt: skip
@@ -234,7 +235,8 @@ def alpha_forgotten_in_the_noise(patch):
 
 
 def a_larger_rate(patch, factor=1.1):
-    wrapped(patch, policies, "_independent", lambda drawn, q, *rest: drawn(min(1.0, factor * q), *rest))
+    for module in (poisson, cyclic_poisson):
+        wrapped(patch, module, "each_with_rate", lambda drawn, q, *rest: drawn(min(1.0, factor * q), *rest))
 
 
 def some_records_twice(patch):
@@ -244,13 +246,14 @@ def some_records_twice(patch):
         found = drawn(*arguments)
         return found + found[-1:]
 
-    wrapped(patch, policies, "_independent", twice)
+    for module in (poisson, cyclic_poisson):
+        wrapped(patch, module, "each_with_rate", twice)
     patch.setattr(loader, "_checked", lambda samples, policy, size: samples)
 
 
 def samples_of_an_epoch_that_overlap(patch):
     """Each is as large as it should be, and drawn by itself."""
-    for policy in (policies.Shuffle, policies.RandomAllocation):
+    for policy in (Shuffle, RandomAllocation):
         wrapped(
             patch, policy, "draw",
             lambda draw, self, *rest: [draw(self, *rest)[t] for t in range(self.rounds_per_epoch)],
@@ -260,9 +263,9 @@ def samples_of_an_epoch_that_overlap(patch):
 def records_that_draw_once_more(patch):
     def more(draw, self, *rest):
         k = self.num_selected
-        return draw(replace(self, q=self.q / k * (k + 1), num_selected=k + 1), *rest)
+        return draw(replace(self, sampling_rate=self.q / k * (k + 1), num_selected=k + 1), *rest)
 
-    wrapped(patch, policies.RandomAllocation, "draw", more)
+    wrapped(patch, RandomAllocation, "draw", more)
 
 
 def some_records_that_draw_twice(patch, share=0.002):
@@ -277,7 +280,7 @@ def some_records_that_draw_twice(patch, share=0.002):
             kept[(own + 1) % len(kept)].append(record)
         return kept
 
-    wrapped(patch, policies.RandomAllocation, "draw", unequal)
+    wrapped(patch, RandomAllocation, "draw", unequal)
 
 
 def a_tenth_of_the_rounds_not_in_the_ledger(patch):

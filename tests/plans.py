@@ -1,8 +1,10 @@
 """Plans, objects of plans and Trainers in one line, for tests."""
 
-from dpexp import Clipping, Noise, Sampling, Schedules, Target, make_plan
+from dataclasses import fields
 
-SAMPLING = ("sampling_rate", "expected_batch_size", "max_batch_size", "partitions", "num_selected", "steps", "epochs")
+from dpexp import Clipping, Gaussian, Schedules, Target, make_plan
+from dpexp.accounting.sampling import POLICIES
+
 TARGET = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier", "accountant")
 CLIPPING = ("group", "mechanism", "clip_norm", "clip_rule", "vectors")
 
@@ -15,21 +17,26 @@ def trainer(*callbacks, **options):
     return pl.Trainer(callbacks=[*callbacks], **{"accelerator": "cpu", "max_epochs": -1} | quiet | options)
 
 
-def plan_of(module, sampling="poisson", q=None, noise="gaussian", schedules=None, **choices):
+def policy_of(name, **given):
+    """The policy of a name in a ledger."""
+    return POLICIES[name](**given)
+
+
+def plan_of(module, sampling="poisson", q=None, noise=None, schedules=None, **choices):
     """make_plan with the fields of its objects side by side, and q for `sampling_rate`."""
-    choices |= {} if q is None else {"sampling_rate": q}
+    kind = POLICIES["all" if sampling == "full_batch" else sampling] if isinstance(sampling, str) else sampling
+    choices |= {} if q is None or kind is POLICIES["all"] else {"sampling_rate": q}
     sampling, target, clipping = (
-        of(**first, **{name: choices.pop(name) for name in names if choices.get(name) is not None})
-        for of, names, first in (
-            (Sampling, SAMPLING, {"policy": sampling}),
-            (Target, TARGET, {}),
-            (Clipping, CLIPPING, {}),
+        of(**{name: choices.pop(name) for name in names if choices.get(name) is not None})
+        for of, names in (
+            (kind, [field.name for field in fields(kind)]),
+            (Target, TARGET),
+            (Clipping, CLIPPING),
         )
     )
-    noise = Noise(noise) if isinstance(noise, str) else noise
-    choices = {name: value for name, value in choices.items() if name not in (*SAMPLING, *TARGET, *CLIPPING)}
+    choices = {name: value for name, value in choices.items() if value is not None}
     return make_plan(
-        module, sampling=sampling, target=target, clipping=clipping, noise=noise,
+        module, sampling=sampling, target=target, clipping=clipping, noise=noise or Gaussian(),
         schedules=Schedules(**schedules or {}),
         **choices,
     )  # fmt: skip

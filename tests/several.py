@@ -20,7 +20,7 @@ import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy import normalization
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
-from dpexp.privacy.plan.options import Noise
+from dpexp.privacy.plan.options import Banded
 from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
 from dpexp.privacy.round import PrivateRound
 
@@ -90,7 +90,7 @@ def _module_and_options(what):
         "plain": {},
         "adaptive": {"clip_norm": AdaptiveClipNorm(initial=0.3)},
         "metrics": {"private_metrics": {"train_loss": {"clip_norm": 4.0, "budget_share": 0.1, "every_n_rounds": 2}}},
-        "banded": {"sampling": "cyclic_poisson", "noise": Noise("banded", 3, "sqrt")},
+        "banded": {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")},
         "shuffled": {"sampling": "shuffle", "q": 3 / N},
         "allocated": {"sampling": "random_allocation", "q": 0.2, "num_selected": 1},
     }[what]

@@ -8,13 +8,13 @@ from torch.utils.data import DataLoader
 from torch_work import FOLDER, accuracy, data, model
 
 import dpexp
-from dpexp import Clipping, FixedClipNorm, Sampling, Target
+from dpexp import Clipping, FixedClipNorm, Poisson, Target
 
 module = dpexp.Classifier(model(), lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM))
 plan = dpexp.make_plan(
     module,
     n=N,
-    sampling=Sampling(expected_batch_size=BATCH, epochs=EPOCHS),
+    sampling=Poisson(expected_batch_size=BATCH, epochs=EPOCHS),
     target=Target(epsilon=EPSILON, delta=DELTA),
     clipping=Clipping(clip_norm=FixedClipNorm(BOUND)),
 )

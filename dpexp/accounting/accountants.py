@@ -22,7 +22,6 @@ from dpexp.accounting.composition import (
     Rounds,
     StrongComposition,
     best_order,
-    central_limit,
     composed,
     laplace_moments,
 )
@@ -148,7 +147,6 @@ _BUILT_IN: dict[str, Callable[[Mapping[Release, int]], Guarantee]] = {
     "moments": MomentsAccountant,
     "strong": StrongComposition,
     "basic": BasicComposition,
-    "gdp": central_limit,
 }
 
 
@@ -180,9 +178,9 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
     """ε for which the ledger's rounds are (ε, δ)-differentially private; 0 for an empty ledger.
 
     Args:
-        accountant: one of `coverage.NAMES`, each an upper bound except `gdp`; or the dotted name of a class of your own
-            with an attribute `coverage`. It is constructed with the counts of the distinct releases, a
-            `dict[Release, int]` (see `releases.Release`); it has `epsilon(delta)`.
+        accountant: one of `coverage.NAMES`; or the dotted name of a class of your own with an attribute `coverage`. It
+            is constructed with the counts of the distinct releases, a `dict[Release, int]` (see `releases.Release`);
+            it has `epsilon(delta)`.
 
     Raises:
         ConfigError: δ is below 1e-300 or not below 1, the accountant is unknown, or it does not cover this ledger.

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpexp.accounting.coverage import NAMES, coverage
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rounding import up
+from dpexp.accounting.sampling.policy import MOST_ROUNDS
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class Calibratable:
     held: str = ""
 
 
-MOST_ROUNDS = 2**31  # at a millisecond each, 25 days
 # With each σ_g of the averages held, σ̃_g = q n σ_g and z rise with q (paper, section 4). `clip_norm` scales every S_g.
 CALIBRATABLE = {
     "noise_multiplier": Calibratable(False, 2.0**-20, 2.0**20),
@@ -82,11 +81,8 @@ def solve(
         lowest: the smallest value allowed, if larger than that of CALIBRATABLE.
 
     Raises:
-        ConfigError: the accountant is an approximation, or no value reaches the target; says the best cost.
+        ConfigError: no value reaches the target; says the best cost.
     """
-    if not coverage(accountant).is_bound:
-        others = ", ".join(name for name in NAMES if coverage(name).is_bound)
-        raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
     limits = CALIBRATABLE[knob]
     low, high = math.log(max(limits.lowest, lowest or 0)), math.log(limits.highest)
     cheap, costly = (low, high) if limits.epsilon_rises else (high, low)

@@ -200,19 +200,6 @@ class Rounds:
         return np.where(each > 700, each + np.log(self.q), np.log1p(self.q * np.expm1(np.minimum(each, 700))))
 
 
-def central_limit(found: Mapping[Release, int]) -> GaussianMechanism:
-    """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ min(q²(e^(1/z²) - 1), 1/z²), the latter without
-    sampling.
-
-    An approximation, whose ε may lie below the true one (Bu, Dong, Long & Su 2019, arXiv 1911.11607, section 3).
-    """
-    rounds = Rounds(found)
-    z, q = rounds.z, rounds.q
-    with np.errstate(over="ignore"):
-        squares = np.minimum(1 / z**2, q**2 * np.expm1(1 / z**2))
-    return GaussianMechanism(math.sqrt(float(np.dot(rounds.counts, squares))))
-
-
 class BasicComposition(Rounds):
     """Sequential composition: ε and δ add up. Every round has the same δ."""
 

@@ -32,6 +32,7 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
+from dpexp.accounting.sampling.policy import Policy
 from dpexp.errors import ConfigError, positive
 
 
@@ -116,7 +117,7 @@ def rho(ledger: Ledger, order: float) -> float:
     Raises:
         ConfigError: no Rényi bound is stated for its sampling under its adjacency.
     """
-    for policy in sorted({round_.sampling.policy for round_ in ledger.rounds}):
+    for policy in {type(round_.sampling.policy) for round_ in ledger.rounds}:
         check_rdp_covered(policy, ledger.adjacency)
     found, total = releases(ledger, "rdp"), 0.0
     for release in [release for release in found if release.policy == "fixed_size" and order <= INTEGER_ORDERS[-1]]:
@@ -126,14 +127,14 @@ def rho(ledger: Ledger, order: float) -> float:
     return total + float(np.dot(rounds.counts, np.maximum(rounds.moments(order), 0))) / (order - 1)
 
 
-def check_rdp_covered(policy: str, adjacency: str) -> None:
+def check_rdp_covered(policy: type[Policy], adjacency: str) -> None:
     """Refuses a sampling policy without a Rényi bound under the adjacency."""
     try:
         check_covered(policy, adjacency, "rdp")
     except ConfigError as error:
         raise ConfigError(
-            f"privacy.budget adds up Rényi DP, for which sampling={policy} under adjacency={adjacency} has no bound; "
-            "choose sampling=poisson with adjacency=add_remove, or account for the runs without a budget."
+            f"privacy.budget adds up Rényi DP, for which sampling={policy.name} under adjacency={adjacency} has no "
+            "bound; choose sampling=poisson with adjacency=add_remove, or account for the runs without a budget."
         ) from error
 
 

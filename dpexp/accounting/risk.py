@@ -1,6 +1,6 @@
 """Privacy as attack risk and as Gaussian DP, and the privacy targets of calibration.
 
-All figures are upper bounds, but for those of `gdp`. They follow from the accountant's whole curve δ(ε), not from one
+All figures are upper bounds. They follow from the accountant's whole curve δ(ε), not from one
 (ε, δ), which would allow for far better attacks than exist. Calibrating to an attack risk needs less noise than
 calibrating to an (ε, δ) that implies it (Kulynych et al. 2024, arXiv 2407.02191).
 

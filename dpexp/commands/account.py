@@ -74,10 +74,9 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     names = applicable_accountants(ledger) if cfg.accountant == "all" else cfg.accountant.replace(" ", "").split(",")
     costs = {name: max(epsilon(one, at, name) for one in together) for name in names}
     _print(ledger, sources, at, costs, cfg.epsilon)
-    by = "by" if coverage(names[0]).is_bound else "about, by"
     figures = [risk(one, names[0]).figures() for one in together]
     worst = {name: max(one[name] for one in figures) for name in figures[0] if all(name in one for one in figures)}
-    console.print(f"In words, {by} {names[0]}: {in_words(worst, ledger.unit)}{gaussian(worst)}")
+    console.print(f"In words, by {names[0]}: {in_words(worst, ledger.unit)}{gaussian(worst)}")
     if cfg.figure is not None:
         if len(together) > 1:
             raise ConfigError(f"figure={cfg.figure} shows one composition; give only runs on one part of the data.")
@@ -152,10 +151,10 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     if len(named := {source.data_id for source in sources} - {None}) > 1:
         several = escape(", ".join(sorted(map(str, named))))
         console.print(f"The data sets differ ({several}): ε adds up what a person loses who may be in all of them.")
-    table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
+    table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []))
     for name, cost in costs.items():
         at_epsilon = [up(max(delta(one, e, name) for one in together), 4)] if e is not None else []
-        table.add_row(name, up(cost, 6), *at_epsilon, "" if coverage(name).is_bound else "an approximation, no bound")
+        table.add_row(name, up(cost, 6), *at_epsilon)
     console.print(table)
 
 
@@ -187,8 +186,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     from dpexp.tracking import run_costs
 
     cfg: DataSetOptions = read_options(DataSetOptions, [*filter(is_option, arguments)])
-    if not coverage(cfg.accountant).is_bound:
-        raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
+    coverage(cfg.accountant)  # refuses an unknown one
     stores = (cfg.uri or tracking_uri()).split(",")
     costs = [cost for uri in stores for cost in run_costs.costs_in(uri, cfg.data.id)]
     for path in (Path(argument) for argument in arguments if not is_option(argument)):

@@ -1,6 +1,5 @@
 """Makes the objects of a composed configuration: module and privacy plan."""
 
-import inspect
 import logging
 import random
 import re
@@ -10,24 +9,22 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.commands.validate import check, privacy_unit_of, reported, sampling_of, target_of, values_of
+from dpexp.commands.objects import cannot_be_made, check_numbers, made_of
+from dpexp.commands.validate import check, noise_of, privacy_unit_of, reported, sampling_of, target_of, values_of
 from dpexp.config import BY_GROUP, CONF, part_of
-from dpexp.errors import ConfigError, in_one_line, place_of, root_of
+from dpexp.errors import ConfigError, in_one_line, place_of
 from dpexp.privacy.normalization import PrivateBatchNorm
-from dpexp.privacy.plan.make import Clipping, has_no_rounds, make_plan
-from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
+from dpexp.privacy.plan.make import Clipping, make_plan
+from dpexp.privacy.plan.options import AUTO, Banded, Gaussian, Schedules, Target
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, preprocessing_of
 from dpexp.privacy.private_metrics import BATCHNORM
@@ -52,23 +49,22 @@ def plan(cfg: DictConfig) -> PrivacyPlan:
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The privacy plan of a configuration that is known to be sound."""
-    return _plan(cfg, module, cfg.calibrate, Noise(**values_of(cfg.noise)), target_of(cfg))
+    return _plan(cfg, module, cfg.calibrate, noise_of(cfg), target_of(cfg))
 
 
 def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The plan at an arbitrary noise, which takes no time to make: it checks all but the calibration."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preprocessing in preprocessing_of(module).values():
-        if not preprocessing.is_model:
-            preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
-    noise = Noise(**values_of(cfg.noise))
-    if noise.bands == AUTO:
-        noise.bands = 1
+        preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
+    noise = noise_of(cfg)
+    if isinstance(noise, Banded) and noise.bands == AUTO:
+        noise = replace(noise, bands=1)
     target = Target(delta=cfg.privacy.delta, noise_multiplier=None if explicit else 1.0, accountant=reported(cfg))
     return _plan(cfg, module, "noise_multiplier", noise, target)
 
 
-def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Noise, target: Target) -> PrivacyPlan:
+def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Gaussian, target: Target) -> PrivacyPlan:
     clipping = {name: _by_group(cfg, name) for name in BY_GROUP}
     mechanisms = clipping["mechanism"].values() if isinstance(clipping["mechanism"], dict) else [clipping["mechanism"]]
     if cfg.alpha and not any(hasattr(mechanism, "alpha") for mechanism in mechanisms):
@@ -133,50 +129,12 @@ def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
 
 
 def make(section: str, node: Any, **arguments: Any) -> Any:
-    """Instantiates a `_target_` section; a mistake in it becomes a ConfigError."""
-    target = str(node.get("_target_")) if node else ""
-    _check_numbers(section, target, node)
-    if target.startswith("pytorch_lightning."):  # the job may use the other of Lightning's two packages
-        node = {**node, "_target_": target.replace("pytorch_lightning", pl.__name__, 1)}
-    try:
-        made = instantiate(node, _convert_="all", **arguments)
-        refuse_mixed(section, made)
-        return made
-    except InstantiationException as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        cause = error.__cause__ or str(error).splitlines()[0]
-        if isinstance(cause, ImportError):
-            cause = root_of(cause)  # Hydra's own has several lines
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
-        if unknown and unknown[1] in node:
-            key = f"{section}.{unknown[1]}"
-            raise ConfigError(
-                f"{key}={node[unknown[1]]} is no option of {target}; if an experiment sets it, remove it with ~{key}."
-            ) from error
-        raise _cannot_be_made(section, node, cause) from error
-
-
-def _cannot_be_made(section: str, node: Any, cause: Any) -> ConfigError:
-    given = ", ".join(f"{section}.{key}={value}" for key, value in node.items() if key != "_target_")
-    made = f"{node.get('_target_')} cannot be made" + (f" of {given}" if given else "")
-    return ConfigError(f"{section}: {made}: {in_one_line(cause)}.")
-
-
-def _check_numbers(section: str, target: str, node: Any) -> None:
-    """Refuses text, lists and mappings for arguments that are numbers by the annotations of a `_target_`."""
-    try:
-        parameters = inspect.signature(get_object(target), eval_str=True).parameters
-    except Exception:  # no Python function, or an unknown name, which is refused where it is called
-        return
-    for key, parameter in parameters.items():
-        kind, value = parameter.annotation, node.get(key)
-        kinds = {*get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
-        if kinds <= _NUMBERS and isinstance(value, str | DictConfig | ListConfig):
-            raise ConfigError(f"{section}.{key}={value} must be a number, as {target} takes it.")
-
-
-_NUMBERS = {int, float, bool, type(None), torch.Tensor}
+    """Makes the object of a `_target_` section, which may be of Lightning's."""
+    if str(node.get("_target_")).startswith("pytorch_lightning."):  # the job may use the other of its two packages
+        node = {**node, "_target_": node["_target_"].replace("pytorch_lightning", pl.__name__, 1)}
+    made = made_of(section, node, **arguments)
+    refuse_mixed(section, made)
+    return made
 
 
 def data_of(cfg: DictConfig) -> pl.LightningDataModule:
@@ -246,14 +204,13 @@ def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyP
 
 def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> None:
     """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known."""
-    cfg.rounds = 0 if has_no_rounds(module) else plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
-    if not cfg.rounds or not isinstance(module, Classifier):
-        ignored, why = "optimizer|scheduler", f"{type(module).__name__} configures its own"
-        if not cfg.rounds:
-            ignored, why = f"{ignored}|{_OF_ROUNDS}", "the model is one release over all records, without rounds"
-        chosen = [o for o in HydraConfig.get().overrides.task if re.match(rf"[+~]*({ignored})\b", o)]
+    cfg.rounds = plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
+    if not isinstance(module, Classifier):
+        chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
         if chosen:
-            raise ConfigError(f"{chosen[0]} would be ignored: {why}; leave it out.")
+            raise ConfigError(
+                f"{chosen[0]} would be ignored: {type(module).__name__} configures its own; leave it out."
+            )
         return
     nodes = {"optimizer": {**cfg.optimizer} | default_learning_rate(cfg, plan), "scheduler": cfg.scheduler}
     made: Any = module.parameters()
@@ -266,20 +223,14 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
             made = partial(made)
             made.step()  # without gradients, which changes nothing; a wrong value may be noticed only here
         except Exception as error:  # torch raises many types for a wrong value
-            raise _cannot_be_made(section, cfg[section], error) from error
-
-
-_OF_ROUNDS = (
-    "sampling|schedule|group|clip_norm|alpha|mechanism|clip_rule|allocation|noise|vectors|private_metrics|augment|"
-    "data.class_weights|audit|callbacks|checkpoint.every_n_rounds"
-)
+            raise cannot_be_made(section, cfg[section], error) from error
 
 
 def default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, float]:
     """{"lr": what optimizer.lr=auto means for the plan}; {} if the learning rate is given."""
-    if cfg.optimizer.get("lr") != AUTO or not cfg.rounds:
+    if cfg.optimizer.get("lr") != AUTO:
         return {}
-    _check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
+    check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
     norm = plan.gradient_norm if plan else 1.0
     return {"lr": noisy_learning_rate(cfg.optimizer, cfg.rounds, norm)}
 
@@ -316,7 +267,7 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
         load_initial_weights(model, Path(weights).expanduser(), head_parameters(model, getattr(tuning, "head", None)))
         _refuse_non_private_weights(cfg, "model.weights", Path(weights).expanduser())
     model = tuning(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()) and not has_no_rounds(model):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is trainable.")
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)

@@ -39,7 +39,7 @@ A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several ar
 With data.id=NAME: what all runs on that data set have spent, and how much of a budget remains. Then budget=… names
 another budget than that of the runs, uri=… may list several stores, and SOURCES are further ledgers or folders.
 
-    accountant=pld    or rdp, moments, strong, basic, gdp; several as pld,rdp; or all
+    accountant=pld    or rdp, moments, strong, basic; several as pld,rdp; or all
     delta=1e-5        default: the run's own
     epsilon=1         also print the δ at this ε
     adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
@@ -108,6 +108,9 @@ NO_OPTIONS = {  # key -> why it cannot be given
     "draw": "is internal and is set by hydra/sweeper=private_selection",
     "norms": "is no option, since norms are always exact, and never estimated by projections",
 }
+GONE = {  # an option of earlier versions -> what to choose
+    "model=least_squares": "choose logistic, which was as good or better wherever both were tried",
+}
 # The field's short names -> the key that means the same here
 SYNONYMS = {
     "max_grad_norm": "clip_norm", "S": "clip_norm", "q": "sampling_rate", "sample_rate": "sampling_rate",
@@ -157,8 +160,11 @@ def check(arguments: Sequence[str]) -> None:
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.strip("[]").split(","):
-                if option not in options and option.replace("_", "").isalnum():
-                    raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
+                if option in options or not option.replace("_", "").isalnum():
+                    continue
+                if (gone := f"{key}={option}") in GONE:
+                    raise ConfigError(f"{gone} is gone; {GONE[gone]}.")
+                raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
 
 
 def texts_in(schema: Any, prefix: str = "") -> set[str]:

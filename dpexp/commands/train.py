@@ -191,7 +191,6 @@ def _check(cfg: DictConfig) -> None:
         try:
             with explained(job.trainer):
                 job.trainer.fit(job.module, datamodule=job.data)
-            terminal.print_check()
         except DryRunDone as done:
             terminal.print_check(str(done.step.mode), done.step.seconds_of_round, job.plan.rounds)
 
@@ -207,8 +206,8 @@ def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
         chosen.append(f"data.users={cfg.data.users} synthetic users, to whom the records are assigned at random")
     if "shape: ${image_shape:" in given:
         chosen.append(f"data.shape={[*cfg.data.shape]}, for a small model where images are few")
-    batch = None if cfg.calibrate.startswith("sampling_rate") else cfg.sampling.expected_batch_size
-    if plan and plan.rounds and "size: ${unless:" in given and batch:
+    batch = None if cfg.calibrate.startswith("sampling_rate") else cfg.sampling.get("expected_batch_size")
+    if plan and "size: ${unless:" in given and batch:
         size, records = f"{batch:.5g}", plan.privacy_unit.plural
         if plan.n != cfg.data.n:  # a record is not one example
             size += f" (the examples of {plan.sampling.q * plan.n:.5g} {records})"
@@ -247,7 +246,7 @@ def _make_job(
     build.add_optimizer(cfg, module, plan)
     privacy = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, privacy, output)
-    if plan is None and cfg.rounds and isinstance(module, Classifier) and isinstance(data, InMemory):
+    if plan is None and isinstance(module, Classifier) and isinstance(data, InMemory):
         # After the preprocessing, which takes all records, and before the checkpoint of the last round.
         trainer.callbacks.insert(2, HeldOut())  # type: ignore[attr-defined]
     check_objective(cfg, module, trainer)

@@ -11,16 +11,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverage
+from dpexp.accounting.sampling import Policy
+from dpexp.commands.objects import made_of
 from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, options_by_key, part_of, refusal_of_interpolation
 from dpexp.errors import ConfigError, exactly_one
-from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target
-from dpexp.privacy.sampling.policies import policy_class
+from dpexp.privacy.plan.options import Gaussian, Schedules, Target
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
 from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN
 
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
-    "allocation", "data.features_of", "batchnorm",
+    "allocation", "data.features_of", "batchnorm", "sampling", "noise",
 )  # fmt: skip
 # Keys of data that are read whatever its module is, and the folder that sweeps over several data sets share
 OF_ALL_DATA = (
@@ -81,8 +82,19 @@ def target_of(cfg: DictConfig) -> Target:
     return Target(**values, accountant=reported(cfg))
 
 
-def sampling_of(cfg: DictConfig) -> Sampling:
-    return Sampling(**values_of(cfg.sampling))
+def sampling_of(cfg: DictConfig) -> Policy:
+    """The sampling policy, its rate and length as they are given."""
+    found = made_of("sampling", cfg.sampling)
+    if not isinstance(found, Policy):
+        raise ConfigError(f"sampling: {cfg.sampling._target_} is no dpexp.accounting.sampling.Policy.")
+    return found
+
+
+def noise_of(cfg: DictConfig) -> Gaussian:
+    found = made_of("noise", cfg.noise)
+    if not isinstance(found, Gaussian):
+        raise ConfigError(f"noise: {cfg.noise._target_} is neither dpexp.Gaussian nor dpexp.Banded.")
+    return found
 
 
 def values_of(section: DictConfig) -> dict[str, Any]:
@@ -216,7 +228,7 @@ def _check_part(cfg: DictConfig) -> None:
     part, module, unit = cfg.data.get("part"), cfg.data.module, cfg.privacy_unit.kind
     if part_of(part, cfg.data.id) is None:
         return
-    adjacency = check_covered(policy_class(cfg.sampling.policy).name, cfg.privacy.adjacency)
+    adjacency = check_covered(type(sampling_of(cfg)), cfg.privacy.adjacency)
     person, by_person = module.get("person", module.get("user")), cfg.privacy_unit.get("user_attribute") == "user_of"
     for holds, wanted in (
         (module.get("part") == part, f"is no option of {module._target_}; choose data=csv or data=documents"),
@@ -256,12 +268,9 @@ def _check_class_weights(cfg: DictConfig) -> None:
 def _check_accountants(names: list[str]) -> None:
     if not names:
         raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
-    known = {name: coverage(name) for name in names if name != "all"}
-    if names[0] != "all" and not known[names[0]].is_bound:
-        raise ConfigError(
-            f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
-            "be the reported one; put another first."
-        )
+    for name in names:
+        if name != "all":
+            coverage(name)  # refuses an unknown one
 
 
 def _check_privacy(cfg: DictConfig) -> None:
@@ -277,8 +286,8 @@ def _check_privacy(cfg: DictConfig) -> None:
         exactly_one("allocation", **{key: cfg.allocation.get(key) for key in ("sigma", "sigma_of_average")})
     if allocation.startswith("dpexp."):  # another allocation may fix the noise itself
         target.check(cfg.calibrate, allocation.endswith(".Explicit"))
-    check_covered(policy.name, privacy.adjacency, target.accountant)
-    Noise(**values_of(cfg.noise)).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
+    check_covered(type(policy), privacy.adjacency, target.accountant)
+    noise_of(cfg).check(policy, cfg.calibrate, bool(target.given))
     schedules = Schedules(**values_of(cfg.schedule))
     schedules.check(sampling, cfg.calibrate)
     schedules.over(rounds)
@@ -305,5 +314,5 @@ def _check_budget(cfg: DictConfig) -> None:
         raise ConfigError(
             f"privacy.budget cannot be kept by a run that is not private ({reason}); remove that, or the budget."
         )
-    policy = policy_class(cfg.sampling.policy).name
+    policy = type(sampling_of(cfg))
     check_rdp_covered(policy, check_covered(policy, cfg.privacy.adjacency))

@@ -40,6 +40,8 @@ from dpexp.accounting.auditing import (
     rate_of_inclusion,
 )
 from dpexp.accounting.composition import Array
+from dpexp.accounting.sampling import CyclicPoisson, FullBatch, Policy
+from dpexp.accounting.sampling.policy import at_q
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.continuous import SMALL
@@ -49,7 +51,6 @@ from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.plan.schedules import CONSTANT
 from dpexp.privacy.sampling.fetching import sampled_dataset
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import CyclicPoisson, FullBatch, Policy
 from dpexp.privacy.sampling.privacy_unit import User
 
 LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g, if that contributes the most
@@ -72,8 +73,8 @@ def unsampled(plan: PrivacyPlan) -> PrivacyPlan:
     policy: Policy = FullBatch()
     rounds = min(max(math.ceil(4 * plan.noise_multiplier**2), 4), 64)
     if isinstance(plan.sampling, CyclicPoisson):
-        parts = plan.sampling.partitions
-        policy, rounds = replace(plan.sampling, q=1 / parts), parts * max(1, min(4, plan.rounds // parts))
+        parts = plan.sampling.rounds_apart
+        policy, rounds = at_q(plan.sampling, 1 / parts), parts * max(1, min(4, plan.rounds // parts))
     return replace(plan, sampling=policy, rounds=rounds, schedule=replace(plan.schedule, q=CONSTANT))
 
 
@@ -84,7 +85,8 @@ def nearly_noiseless(plan: PrivacyPlan, canaries: int, level: float) -> PrivacyP
     groups = tuple(replace(group, sigma=group.sigma * small) for group in plan.groups)
     q = plan.sampling.q
     chances = (1 - q) / q * ((norm.isf(level) + norm.ppf(POWER)) / _ERROR) ** 2
-    epoch = plan.sampling.event(plan.n, 0).parts or math.floor(plan.sampling.rounds_per_epoch + 1e-9)
+    turns, per_epoch = plan.sampling.rounds_apart, math.floor(plan.sampling.rounds_per_epoch + 1e-9)
+    epoch = turns if isinstance(plan.sampling, CyclicPoisson) else per_epoch
     rounds = min(plan.rounds, math.ceil(max(_ROUNDS, chances / canaries) / epoch) * epoch)
     return replace(plan, groups=groups, rounds=rounds, schedule=replace(plan.schedule, z=CONSTANT))
 
@@ -137,7 +139,7 @@ class Canaries(pl.Callback):
             local.lr * len(local.batches(plan.privacy_unit.max_examples_in_round)) if local else 1.0
         )  # of a user who trains
         self._round, self.releases = 0, Counter[str]()
-        self._turns = plan.sampling.event(plan.n, 0).parts or 1
+        self._turns = plan.sampling.rounds_apart
         if self._turns > plan.rounds:
             told = f"audit=dirac with sampling.partitions={self._turns} leaves records out of all {plan.rounds} rounds"
             raise ConfigError(f"{told}; choose more rounds.")
@@ -368,11 +370,15 @@ class Contributions:
         drawn = together[:canaries] > 0.5
         self._drawn, self._chances = self._drawn + int(drawn.sum()), self._chances + canaries
         self._expected += canaries * now.sampling.q
-        event = now.sampling.event(now.n, 0)
-        if epoch := event.parts or (now.sampling.rounds_per_epoch if event.epoch is not None else 0):
+        if now.sampling.drawn_with is not None:
+            is_cyclic = isinstance(now.sampling, CyclicPoisson)
+            epoch = now.sampling.rounds_apart if is_cyclic else int(now.sampling.rounds_per_epoch)
             there = together[:canaries] > max(0.5, _CERTAIN * _error(together))
             self._often = there + (self._often if t % epoch else 0)
-            self._most, self._planned = max(self._most, int(self._often.max())), event.num_selected or 1
+            self._most, self._planned = (
+                max(self._most, int(self._often.max())),
+                getattr(now.sampling, "num_selected", 1),
+            )
         for name, values, error in (*self._round, ("", together, _error(together))):
             self._found.setdefault(name, []).append(values[:canaries][drawn])
             self._errors.setdefault(name, []).append(np.full(int(drawn.sum()), error))

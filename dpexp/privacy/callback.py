@@ -74,8 +74,6 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             lambda: refusals.refuse_settings(trainer, pl_module, self.plan.rounds),
         )  # fmt: skip
         replace_training_loader(trainer, self._rounds)
-        if not self.plan.rounds:  # Lightning's training does not start
-            self._preprocess()
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated.clear()
@@ -83,8 +81,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.fail_together():
-            if self.plan.rounds:
-                refusals.refuse_optimizers(trainer, pl_module)
+            refusals.refuse_optimizers(trainer, pl_module)
         earlier = self.rounds_done - trainer.global_step  # by another Trainer
         rounds = min(self.plan.rounds, earlier + refusals.rounds_to_train(trainer, self.plan))
         if rounds < self.plan.rounds:

@@ -25,8 +25,9 @@ from torch.utils.data import Dataset, Subset
 
 from dpexp._lightning_compat import has_comm_hook, pl, start_method, syncs_batch_norm
 from dpexp._torch_compat import tree_leaves, without_process_group
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
+from dpexp.accounting.ledger import Ledger, LedgerWriter, Round
 from dpexp.accounting.ledger.events import Query
+from dpexp.accounting.sampling import SamplingEvent
 from dpexp.errors import ConfigError, in_one_line, is_own
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.plan.plan import PrivacyPlan

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp._lightning_compat import pl, training_loader
-from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent, SamplingEvent
+from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent
+from dpexp.accounting.sampling import FullBatch, event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
@@ -63,7 +64,7 @@ def prepare(
         with processes.fail_together(), own_randomness(next(module.parameters()).device, randomness):
             if processes.is_main:
                 total = _total(name, step, earlier, loader, physical_batch, randomness)
-        ledger.sample(SamplingEvent("all", 1.0, plan.n))
+        ledger.sample(event_of(FullBatch(), plan.n))
         ledger.query(event)
         ledger.commit()
         if processes.is_main and event.noise == "laplace":

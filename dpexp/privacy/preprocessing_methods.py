@@ -52,11 +52,6 @@ class Preprocessing(nn.Module, ABC):
             positive(f"{name}.noise_multiplier", noise_multiplier)
         self.budget_share, self.noise_multiplier = budget_share, noise_multiplier
 
-    @property
-    def is_model(self) -> bool:
-        """Whether it is the model itself, which has the plan's noise multiplier, since nothing is trained after it."""
-        return self.budget_share is self.noise_multiplier is None
-
     def query(self, name: str, adjacency: str, mu: float | None) -> OneTimeQueryEvent:
         """The ledger event of the release. mu: μ* of the target; None: there is none.
 
@@ -328,13 +323,11 @@ class PreprocessedModel(nn.Module):
 
 
 def preprocessing_of(module: nn.Module) -> dict[str, Preprocessing]:
-    """The preprocessing steps of a module's PreprocessedModel by name, in their order; then `model`, if it is one."""
+    """The preprocessing steps of a module's PreprocessedModel by name, in their order."""
     found = [layer for layer in module.modules() if isinstance(layer, PreprocessedModel)]
     if len(found) > 1:
         raise ConfigError("model: it has several PreprocessedModel modules; put all preprocessing steps into one.")
-    steps: dict[str, Preprocessing] = dict(found[0].preprocessing.items()) if found else {}  # type: ignore[arg-type]
-    model = next((part for part in module.modules() if isinstance(part, Preprocessing) and part.is_model), None)
-    return steps | ({"model": model} if model is not None else {})
+    return dict(found[0].preprocessing.items()) if found else {}  # type: ignore[arg-type]
 
 
 def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTimeQueryEvent, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.ledger import LedgerWriter
+from dpexp.accounting.sampling import Policy
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.chunk import Chunk
@@ -26,7 +27,6 @@ from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.groups import trainable
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import Values
-from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.training_memory import Memory
 
 _MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early

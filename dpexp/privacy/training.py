@@ -13,6 +13,7 @@ from dpexp._torch_compat import is_compiled
 from dpexp._transformers_compat import trained_privately
 from dpexp.accounting.coverage import check_covered, check_delta
 from dpexp.accounting.ledger import LedgerWriter
+from dpexp.accounting.sampling import event_of
 from dpexp.errors import ConfigError, positive_integer
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes, SharedLedger, collectives_refused, digest_of_plan, ledger_of
@@ -76,7 +77,7 @@ class PrivateTraining:
         delta = plan.delta if delta is None else delta
         if delta is not None:
             check_delta(delta)
-            check_covered(plan.sampling.name, plan.adjacency, accountant)
+            check_covered(type(plan.sampling), plan.adjacency, accountant)
         self.plan, self.delta, self.accountant = plan, delta, accountant
         self.ledger_path = Path(ledger)
         self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
@@ -292,7 +293,8 @@ class PrivateTraining:
         for position, parts in self._rounds.sample(device):
             if position.first:
                 epoch = position.epoch + self._rounds_lost
-                self._ledger.sample(self.plan.at_round(self.rounds_done).sampling.event(self.plan.n, epoch))
+                sampling = self.plan.at_round(self.rounds_done).sampling
+                self._ledger.sample(event_of(sampling, self.plan.n, epoch))
                 engine.begin(self.rounds_done)
             for records in parts:
                 if isinstance(records, FailedRecord):

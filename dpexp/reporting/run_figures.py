@@ -10,7 +10,6 @@ from matplotlib.ticker import MaxNLocator
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
-from dpexp.accounting.coverage import coverage
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent
 from dpexp.accounting.risk import type_two_errors
 from dpexp.accounting.rounding import down, up
@@ -43,8 +42,7 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
 def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     """One line per accountant, on a logarithmic scale if they differ much."""
     for name, values in curves.items():
-        label, line = (name, "-") if coverage(name).is_bound else (f"{name} (approximation, no bound)", "--")
-        axes.plot(x, values, label=label, linestyle=line)
+        axes.plot(x, values, label=name)
     ends = [values[-1] for values in curves.values() if len(values)]
     axes.margins(y=0.1)
     if ends and max(ends) > 5 * min(ends) > 0:
@@ -76,7 +74,7 @@ def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figur
     _draw(left, deltas, {name: [epsilon(ledger, d, name) for d in deltas] for name in accountants})
     left.axvline(delta, color="grey", linewidth=0.8, linestyle=":")
     alpha = np.linspace(0, 1, 201)
-    label = f"type II error, {'at least' if coverage(accountants[0]).is_bound else 'about'} (by {accountants[0]})"
+    label = f"type II error, at least (by {accountants[0]})"
     right = figure.add_subplot(1, 2, 2, xlabel="type I error", ylabel=label, title="Errors of a membership test")
     right.plot(alpha, type_two_errors(ledger, alpha.tolist(), accountants[0]))
     right.plot(alpha, 1 - alpha, color="grey", linewidth=0.8, linestyle=":", label="guessing")

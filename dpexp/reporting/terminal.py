@@ -22,6 +22,7 @@ from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.accounting.rounding import down, up
+from dpexp.accounting.sampling import RandomAllocation
 from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import max_noise_std
@@ -51,9 +52,7 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     held = CALIBRATABLE[solved.knob].held if solved else ""
     noise = "" if solved and (held or solved.knob == "noise_multiplier") else f", z = {plan.noise_multiplier:.4g}"
     _print(
-        f"[bold]Plan[/]: no rounds, all {plan.n} {records} at once{noise}"
-        if not plan.rounds
-        else f"[bold]Plan[/]: {plan.rounds} rounds, each on about {plan.sampling.q * plan.n:.0f} of n = {plan.n} "
+        f"[bold]Plan[/]: {plan.rounds} rounds, each on about {plan.sampling.q * plan.n:.0f} of n = {plan.n} "
         f"{records} (sampling {plan.sampling.name}, q = {plan.sampling.q:.5g}){noise}"
         + (f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}" if last.weight < 1 else "")
         + (f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})" if last.weight < 1 else "")
@@ -72,8 +71,7 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         _print(escape(line))
     for event in plan.preprocessing:
         _print(before_training(event, plan, cfg.privacy.delta))
-    if plan.rounds:
-        console.print(plan_table(plan))
+    console.print(plan_table(plan))
     alphas = [{*group.alphas} for group in plan.groups if not group.is_metric]
     if alphas and plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):
         _print("With equal scales α_j, as here, joint clipping is separate clipping; alpha=adaptive learns the scales.")
@@ -98,23 +96,23 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
 
 def _allocation(plan: PrivacyPlan) -> str:
     """What random allocation means for a plan; empty for another policy."""
-    event = plan.sampling.event(plan.n, 0)
-    if event.num_steps is None:
+    policy = plan.sampling
+    if not isinstance(policy, RandomAllocation):
         return ""
-    last = f" (the last one, too, of only {rest} rounds)" if (rest := plan.rounds % event.num_steps) else ""
+    rest = plan.rounds % policy.rounds_per_epoch
+    last = f" (the last one, too, of only {rest} rounds)" if rest else ""
     return (
-        f", each record in {event.num_selected} of an epoch's {event.num_steps} rounds; an epoch{last} costs all of "
-        "its ε from its first round on, and a resumed job begins a new one"
+        f", each record in {policy.num_selected} of an epoch's {policy.rounds_per_epoch} rounds; an epoch{last} "
+        "costs all of its ε from its first round on, and a resumed job begins a new one"
     )
 
 
-def print_check(step: str = "", seconds: float = 0.0, rounds: int = 0) -> None:
-    """Prints what a job that was only checked will take; `seconds`: of a round, 0 if unknown; "": it has no rounds."""
+def print_check(step: str, seconds: float, rounds: int) -> None:
+    """Prints what a job that was only checked will take; `seconds`: of a round, 0 if unknown."""
     total = timedelta(seconds=round(seconds * rounds))
     takes = f"{rounds} rounds of {1e3 * seconds:.3g} ms take about {total} (h:mm:ss)" if seconds else f"{rounds} rounds"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    takes = f"each record's step is {step}; {takes}" if step else "no rounds"
-    _print(f"Checked: {takes}; {memory:.1f} GiB of memory so far. Nothing was released.")
+    _print(f"Checked: each record's step is {step}; {takes}; {memory:.1f} GiB of memory so far. Nothing was released.")
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:

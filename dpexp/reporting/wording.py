@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round
 from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.risk import gaussian, in_words
 from dpexp.accounting.rounding import up
+from dpexp.accounting.sampling import FullBatch, event_of
 from dpexp.privacy.plan.plan import PrivacyPlan
 
 RECALL = "test_recall_"  # of class 0, 1, …
@@ -18,10 +19,9 @@ BASELINES = {"test_accuracy": "test_majority_accuracy", "test_perplexity": "test
 def before_training(event: OneTimeQueryEvent, plan: PrivacyPlan, delta: float) -> str:
     """A release before training in words, with its own ε."""
     noise = "σ" if event.noise == "gaussian" else "Laplace noise b"
-    own = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
+    own = Ledger(plan.adjacency, {Round(event_of(FullBatch(), plan.n), (event,)): 1})
     cost = f"ε = {up(epsilon(own, delta), 3)} by itself"
-    when = "Before the first round" if plan.rounds else "Released once"
-    return f"{when}: {event.query}: S = {event.S:.4g}, {noise} = {event.scale:.4g}, {cost}"
+    return f"Before the first round: {event.query}: S = {event.S:.4g}, {noise} = {event.scale:.4g}, {cost}"
 
 
 def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -109,10 +109,6 @@ class LastCheckpoint(pl.Callback):
         except (OSError, RuntimeError) as error:  # full disk: the weights may still fit
             warnings.warn(f"no checkpoint of the last round could be written: {error}")
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.max_steps:  # without rounds, no training has ended
-            self.on_train_end(trainer, pl_module)
-
 
 class HeldOut(pl.callbacks.EarlyStopping):
     """Ends a classifier's training without privacy when the loss of a tenth of its training records, held out, has not

@@ -186,8 +186,7 @@ class Classifier(pl.LightningModule):
         self._tested = []
 
     def configure_optimizers(self) -> Any:
-        if self.optimizer is None:  # there are no rounds
-            return None
+        assert self.optimizer is not None  # as dpexp.commands.build sets it
         optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer

@@ -20,12 +20,13 @@ from dpexp.accounting.auditing import (
     refuted,
     releases,
 )  # fmt: skip
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent
+from dpexp.accounting.sampling import sampling_event
 
 
 def gaussian(mu, rounds=1):
     query = SumQueryEvent("all", 1.0, math.sqrt(rounds) / mu)
-    return Ledger("add_remove", {Round(SamplingEvent("all", 1.0, 1000), (query,)): rounds})
+    return Ledger("add_remove", {Round(sampling_event("all", 1.0, 1000), (query,)): rounds})
 
 
 def of_gaussian(mu):
@@ -89,7 +90,7 @@ def test_checks_refute():
 
 def test_releases_that_the_ledger_lacks_are_refuted_and_others_are_not():
     gradients, metric = SumQueryEvent("all", 1.0, 1.0), SumQueryEvent("loss", 1.0, 9.0)
-    sampling = SamplingEvent("all", 1.0, 1000)
+    sampling = sampling_event("all", 1.0, 1000)
     ledger = Ledger("add_remove", {Round(sampling, (gradients, metric)): 5, Round(sampling, (gradients,)): 15})
     assert not releases({"all": 20, "loss": 5}, ledger).refuted
     assert not releases({"all": 12, "loss": 3}, ledger).refuted  # a resumed job wrote others

@@ -9,8 +9,9 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, concatenate
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent, concatenate
 from dpexp.accounting.releases import Release, releases
+from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
 
 N = 1000
@@ -23,13 +24,13 @@ def bands(b):
 
 def round_(z=1.0, q=0.05, parts=4, block=0, c=None):
     return Round(
-        SamplingEvent("cyclic_poisson", q, N, parts=parts, block=block),
+        sampling_event("cyclic_poisson", q, N, parts=parts, block=block),
         (SumQueryEvent("all", 1.0, z, bands=bands(parts) if c is None else c),),
     )
 
 
 def poisson(z, q, rounds):
-    return Ledger("add_remove", {Round(SamplingEvent("poisson", q, N), (SumQueryEvent("all", 1.0, z),)): rounds})
+    return Ledger("add_remove", {Round(sampling_event("poisson", q, N), (SumQueryEvent("all", 1.0, z),)): rounds})
 
 
 @pytest.mark.parametrize("rounds", [1, 5, 40])
@@ -79,15 +80,12 @@ def test_independent_noise_beside_counts_with_its_own_norm():
 def test_runs_on_the_same_data_share_no_block():
     one = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
     both = concatenate([one, one])
-    assert sorted(r.sampling.block for r in both.rounds) == [0, 5, 6, 11]
+    assert sorted(r.sampling.first for r in both.rounds) == [0, 5, 6, 11]
     assert sum(releases(both).values()) == 6
     query = SumQueryEvent("all", 1.0, 1.0)
-    shuffled = Ledger("replace_null", {Round(SamplingEvent("shuffle", 0.1, N, epoch=7), (query,)): 1})
+    shuffled = Ledger("replace_null", {Round(sampling_event("shuffle", 0.1, N, epoch=7), (query,)): 1})
     cyclic = Ledger("replace_null", {round_(): 5})
-    assert sorted(r.sampling.block for r in concatenate([shuffled, cyclic, cyclic]).rounds if r.sampling.block) == [
-        8,
-        9,
-    ]
+    assert sorted(r.sampling.first for r in concatenate([shuffled, cyclic, cyclic]).rounds) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_runs_on_the_same_data_share_no_block():
     ],
 )
 def test_noise_that_reaches_a_records_next_round_is_refused(event, message):
-    run = Ledger("add_remove", {Round(SamplingEvent(n=N, **event), round_().queries): 4})
+    run = Ledger("add_remove", {Round(sampling_event(n=N, **event), round_().queries): 4})
     with pytest.raises(ConfigError, match=message):
         epsilon(run, 1e-5)
 

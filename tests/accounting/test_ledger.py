@@ -9,7 +9,6 @@ from dpexp.accounting.ledger import (
     LedgerWriter,
     OneTimeQueryEvent,
     Round,
-    SamplingEvent,
     SumQueryEvent,
     concatenate,
     ledger_so_far,
@@ -17,9 +16,10 @@ from dpexp.accounting.ledger import (
     write_ledger,
 )
 from dpexp.accounting.ledger.integrity import end_of
+from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
 
-SAMPLING = SamplingEvent("poisson", 0.01, 60_000)
+SAMPLING = sampling_event("poisson", 0.01, 60_000)
 ALL = (SumQueryEvent("all", 1.0, 4.0),)
 OTHER = (SumQueryEvent("other", 1.0, 2.0),)
 
@@ -83,7 +83,7 @@ def test_two_runs_never_share_a_ledger(tmp_path):
 
 
 VALID = {
-    SamplingEvent: {"policy": "cyclic_poisson", "q": 0.1, "n": 10, "parts": 2, "block": 0},
+    sampling_event: {"policy": "cyclic_poisson", "q": 0.1, "n": 10, "parts": 2, "block": 0},
     SumQueryEvent: {"group": "all", "S": 1.0, "sigma": 1.0},
     OneTimeQueryEvent: {"query": "a", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 1.0},
 }
@@ -92,10 +92,11 @@ VALID = {
 @pytest.mark.parametrize(
     "event, facts, message",
     [
-        (SamplingEvent, {"parts": 11}, "at most 10 partitions"), (SamplingEvent, {"parts": 0}, "at least 1"),
-        (SamplingEvent, {"block": None}, "cyclic_poisson needs block"), (SamplingEvent, {"block": -1}, "at least 0"),
-        (SamplingEvent, {"policy": "poisson", "block": None}, "only for cyclic_poisson"),
-        (SamplingEvent, {"policy": "shuffle", "q": 0.123}, "must be a whole number of records"),
+        (sampling_event, {"parts": 11}, "at most 10 partitions"), (sampling_event, {"parts": 0}, "at least 1"),
+        (sampling_event, {"block": None}, "block=None must be a whole number"),
+        (sampling_event, {"block": -1}, "at least 0"),
+        (sampling_event, {"policy": "poisson"}, "parts=2 contradicts"),
+        (sampling_event, {"policy": "shuffle", "q": 0.123, "epoch": 0}, "must be a whole number of records"),
         (SumQueryEvent, {"bands": ()}, "bands="), (SumQueryEvent, {"bands": (0.0, 1.0)}, "bands="),
         (SumQueryEvent, {"bands": (1.0, math.inf)}, "bands="), (SumQueryEvent, {"bands": (1e-9,)}, "bands="),
         (OneTimeQueryEvent, {"noise": "cauchy"}, "is unknown"),
@@ -122,7 +123,7 @@ def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):
     writer.close()
     write_ledger(tmp_path / "plan.jsonl", writer.ledger)
     assert read_ledger(tmp_path / "plan.jsonl") == read_ledger(tmp_path / "run.jsonl")
-    mixed = {Round(SAMPLING, ALL): 2, Round(SamplingEvent("shuffle", 0.5, 10, epoch=0), ALL): 1}
+    mixed = {Round(SAMPLING, ALL): 2, Round(sampling_event("shuffle", 0.5, 10, epoch=0), ALL): 1}
     for ledger in (Ledger("replace_null", mixed), Ledger("add_remove", {}), Ledger("add_remove", mixed, True)):
         write_ledger(tmp_path / "other.jsonl", ledger)
         assert ledger_so_far(tmp_path / "other.jsonl") == ledger
@@ -143,10 +144,10 @@ def test_a_resumed_run_stays_private_or_not_private(tmp_path):
 
 
 def test_concatenated_ledgers_have_separate_epochs():
-    shuffled = [Round(SamplingEvent("shuffle", 0.5, 10, epoch=e), ALL) for e in (0, 2)]
+    shuffled = [Round(sampling_event("shuffle", 0.5, 10, epoch=e), ALL) for e in (0, 2)]
     one = Ledger("replace_one", {shuffled[0]: 2, shuffled[1]: 1})
     both = concatenate([one, one])
-    assert len(both) == 6 and sorted(r.sampling.epoch for r in both.rounds) == [0, 2, 3, 5]
+    assert len(both) == 6 and sorted(r.sampling.first for r in both.rounds) == [0, 2, 3, 5]
     poisson = Ledger("add_remove", {Round(SAMPLING, ALL): 3})
     assert concatenate([poisson, poisson]).rounds == {Round(SAMPLING, ALL): 6}
     with pytest.raises(ConfigError, match="different adjacencies"):
@@ -156,8 +157,8 @@ def test_concatenated_ledgers_have_separate_epochs():
 @pytest.mark.parametrize(
     "options",
     [
-        {"planned": [SamplingEvent("poisson", 0.02, 60_000)]},
-        {"planned": [SamplingEvent("poisson", 0.01, 50_000)]},
+        {"planned": [sampling_event("poisson", 0.02, 60_000)]},
+        {"planned": [sampling_event("poisson", 0.01, 50_000)]},
         {"adjacency": "replace_null", "planned": [SAMPLING]},
         {"record": {"kind": "microbatch", "k": 8}, "planned": [SAMPLING]},
     ],

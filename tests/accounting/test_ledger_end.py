@@ -2,13 +2,14 @@
 
 import pytest
 
-from dpexp.accounting.ledger import LedgerWriter, SamplingEvent, SumQueryEvent, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import LedgerWriter, SumQueryEvent, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.integrity import end_of, read_end
+from dpexp.accounting.sampling import sampling_event
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.run_costs import cost_of_ledger
 
-EVENT, QUERY = SamplingEvent("poisson", 0.01, 1000), SumQueryEvent("all", 1.0, 4.0)
+EVENT, QUERY = sampling_event("poisson", 0.01, 1000), SumQueryEvent("all", 1.0, 4.0)
 
 
 def rounds(writer, count):

@@ -154,11 +154,12 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_a_whole_ledger(writer, mon
 
 COMMON = """
 import os, resource, sys, time
-from dpexp.accounting.ledger import LedgerWriter, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import LedgerWriter, SumQueryEvent
+from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
 
 def one_round(writer):
-    writer.sample(SamplingEvent("poisson", 0.01, 60_000))
+    writer.sample(sampling_event("poisson", 0.01, 60_000))
     writer.query(SumQueryEvent("all", 1.0, 4.0))
     writer.commit()
 

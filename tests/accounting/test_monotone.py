@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.coverage import NAMES
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent
+from dpexp.accounting.sampling import sampling_event
 
 N = 10**6  # records
 SAMPLED = [
@@ -22,7 +23,7 @@ RISES = {"z": False, "q": True, "rounds": True, "delta": False}
 
 def cost(policy, adjacency, accountant, z, q, rounds, delta):
     q = round(q * N) / N if policy == "fixed_size" else q
-    sampling = SamplingEvent(policy, q, N, maximum=N // 4 if policy == "truncated_poisson" else None)
+    sampling = sampling_event(policy, q, N, **({"maximum": N // 4} if policy == "truncated_poisson" else {}))
     one = Round(sampling, (SumQueryEvent("all", 1.0, z),))
     return epsilon(Ledger(adjacency, {one: round(rounds)}), delta, accountant)
 

@@ -7,13 +7,14 @@ from dp_accounting import rdp
 from dp_accounting.privacy_accountant import NeighboringRelation
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, concatenate
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent, concatenate
 from dpexp.accounting.multiple_runs import budget, rho
+from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
 
 
 def ledger(z, q, rounds, policy="poisson", n=1000, adjacency="add_remove", **more):
-    sampling = SamplingEvent(policy, q, n, **more)
+    sampling = sampling_event(policy, q, n, **more)
     return Ledger(adjacency, {Round(sampling, (SumQueryEvent("all", 1.0, z),)): rounds})
 
 
@@ -66,7 +67,7 @@ def test_samples_of_fixed_size_are_taken_at_the_next_whole_order():
 
 def test_an_epoch_of_shuffled_batches_is_one_gaussian_release():
     rounds = {
-        Round(SamplingEvent("shuffle", 0.25, 1000, epoch=e), (SumQueryEvent("all", 1.0, 3.0),)): 4 for e in (0, 4)
+        Round(sampling_event("shuffle", 0.25, 1000, epoch=e), (SumQueryEvent("all", 1.0, 3.0),)): 4 for e in (0, 4)
     }
     assert rho(Ledger("replace_null", rounds), 5.0) == pytest.approx(2 * 5.0 / (2 * 9), rel=1e-12)
     assert rho(Ledger("replace_one", rounds), 5.0) == pytest.approx(4 * 2 * 5.0 / (2 * 9), rel=1e-12)

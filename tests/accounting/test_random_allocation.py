@@ -13,9 +13,10 @@ from scipy.stats import norm
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.composition import GaussianMechanism, composed
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.random_allocation import RandomAllocationPair
+from dpexp.accounting.sampling import sampling_event
 
 
 def loss_of(z, steps, epochs, pair=None):
@@ -74,7 +75,7 @@ def test_a_ledger_costs_what_pld_accounting_says(z, steps, selected, epochs, del
         delta=delta, sigma=z, num_steps=steps, num_selected=selected, num_epochs=epochs
     )
     facts = {"n": 1000, "num_selected": selected, "num_steps": steps}
-    events = [SamplingEvent("random_allocation", selected / steps, epoch=steps * e, **facts) for e in range(epochs)]
+    events = [sampling_event("random_allocation", selected / steps, epoch=steps * e, **facts) for e in range(epochs)]
     rounds = {Round(event, (SumQueryEvent("all", 1.0, z),)): 1 for event in events}  # the first round of each epoch
     assert low <= epsilon(Ledger("add_remove", rounds), delta) <= high
 
@@ -122,6 +123,6 @@ def test_rounds_without_noise_to_speak_of_are_not_amplified_in_the_limit():
 @pytest.mark.parametrize("delta", [1e-200, 1e-60, 1e-20, 0.1])
 def test_no_mass_is_lost_at_the_ends_of_the_scale(z, delta):
     """With chance 1/t the record is in the first round, whose ratio the epoch's is at least 1/t times."""
-    event = SamplingEvent("random_allocation", 0.5, 9, epoch=0, num_selected=1, num_steps=2)
+    event = sampling_event("random_allocation", 0.5, 9, epoch=0, num_selected=1, num_steps=2)
     found = epsilon(Ledger("add_remove", {Round(event, (SumQueryEvent("all", 1.0, z),)): 1}), delta)
     assert GaussianMechanism(1 / z).epsilon(2 * delta) - math.log(2) <= found <= GaussianMechanism(1 / z).epsilon(delta)

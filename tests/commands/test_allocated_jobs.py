@@ -31,7 +31,7 @@ def test_a_killed_job_is_shorter_and_costs_what_was_planned(dpexp_job, forked, t
     assert (result["rounds"], len(ledger)) == (15, 18) and not (folder / "last.ckpt").exists()
     plan = dpexp.make_plan(
         logistic([64], 10), n=1437,
-        sampling=dpexp.Sampling("random_allocation", expected_batch_size=300, steps=22),
+        sampling=dpexp.RandomAllocation(expected_batch_size=300, steps=22),
         target=dpexp.Target(noise_multiplier=2.0),
     ).ledger()  # fmt: skip
     assert len(plan) == 22 and sum(releases(plan).values()) == 5

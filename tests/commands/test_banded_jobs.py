@@ -16,7 +16,12 @@ def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
     ledger = read_ledger(output / "ledger.jsonl")
     ((round_, count),) = ledger.rounds.items()
     b = round_.bands
-    assert b > 1 and count == 40 and round_.sampling.parts == b and round_.sampling.policy == "cyclic_poisson"
+    assert (
+        b > 1
+        and count == 40
+        and round_.sampling.policy.partitions == b
+        and round_.sampling.policy.name == "cyclic_poisson"
+    )
     assert sum(releases(ledger).values()) == -(-40 // b)
     assert result["bands"] == list(round_.queries[0].bands) and result["epsilon"]["pld"] <= 3.0
     assert f"noise correlated over b = {b} rounds, c = (" in (output / "card.md").read_text()
@@ -31,4 +36,4 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
         "privacy.noise_multiplier=1.0", "optimizer=adam",
     )  # fmt: skip
     ((round_, _),) = read_ledger(output / "ledger.jsonl").rounds.items()
-    assert (round_.bands, round_.sampling.parts) == (3, 5)
+    assert (round_.bands, round_.sampling.policy.partitions) == (3, 5)

@@ -23,7 +23,6 @@ from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
     Round,
-    SamplingEvent,
     SumQueryEvent,
     ledger_so_far,
     read_ledger,
@@ -32,6 +31,7 @@ from dpexp.accounting.ledger import (
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import risk
+from dpexp.accounting.sampling import sampling_event
 from dpexp.commands import certificate as command
 from dpexp.commands.account import source_of
 from dpexp.commands.certificate import LOOSEST, certificate, verify
@@ -41,7 +41,7 @@ from tests.pages import DOCS, blocks
 pytestmark = pytest.mark.usefixtures("bare")
 SHUFFLED = Ledger(
     "replace_one",
-    {Round(SamplingEvent("shuffle", 0.25, 1000, epoch=k), (SumQueryEvent("all", 1.0, 4.0),)): 4 for k in range(3)},
+    {Round(sampling_event("shuffle", 0.25, 1000, epoch=k), (SumQueryEvent("all", 1.0, 4.0),)): 4 for k in range(3)},
 )
 RUNS = {
     "poisson": of("poisson", "add_remove", z=2.0),
@@ -117,7 +117,7 @@ def test_what_dp_accounting_lacks_is_named(run, delta, missing, certified, capsy
 def test_what_a_certificate_says(certified, tmp_path):
     part = SumQueryEvent("conv", 1.0, 5.0), SumQueryEvent("fc", 3.0, 20.0)
     run = Ledger(
-        "replace_one", {Round(SamplingEvent("poisson", 0.1, 700), part): 30}, record={"kind": "user", "most": 9}
+        "replace_one", {Round(sampling_event("poisson", 0.1, 700), part): 30}, record={"kind": "user", "most": 9}
     )
     said = certified(run)
     assert [*said] == ["dpexp_certificate", "guarantee", "run", "terms", "made"] and said["dpexp_certificate"] == 1

@@ -148,7 +148,7 @@ def own(tmp_path, monkeypatch):
 def test_the_default_job_leaves_a_result(dpexp_job, capsys):
     result = result_of(dpexp_job("group=conv_fc", "mechanism=joint", *SMALL, "accountant=all"))
     assert result["rounds"] == 3 and result["delta"] == 1e-4 and result["private"] is True
-    assert list(result["epsilon"]) == ["pld", "rdp", "moments", "strong", "basic", "gdp"]
+    assert list(result["epsilon"]) == ["pld", "rdp", "moments", "strong", "basic"]
     assert set(result["groups"]) == {"conv", "fc"}
     assert 0 <= result["metrics"]["test_accuracy"] <= 1 and result["seconds"] > 0
     printed = capsys.readouterr().out
@@ -284,17 +284,6 @@ BAD = {
     "data.module._target_=own_for_test.NoTrainingSet ~data.module.users": "data.module: it has no train_dataloader",
     "~model.shape ~model.classes model._target_=own_for_test.Whole preprocessing=[pca]":
         "is for a plain model, and model=own_for_test.Whole is a LightningModule; use PreprocessedModel",
-    "model=least_squares model.ridge=-1": "model.ridge=-1 must be a finite number above 0",
-    "model=least_squares model.classes=1": "model.classes=1 must be at least 2; or null",
-    "model=least_squares model.classes=null": "model.label_bound=None must be given with numbers as labels",
-    "model=least_squares model.label_bound=3": "model.label_bound=3 is not for classes=10",
-    "model=least_squares sampling.steps=20":
-        "sampling.steps=20 would be ignored: the model is one release over all records, without rounds",
-    "model=least_squares mechanism=joint": "mechanism=joint would be ignored: the model is one release",
-    "model=least_squares audit=dirac": "audit=dirac would be ignored: the model is one release over all records",
-    "model=least_squares privacy_unit=user": "bounds what an example contributes, not a user; choose privacy_unit=",
-    "model=least_squares calibrate=clip_norm privacy.noise_multiplier=1 privacy.epsilon=1":
-        "calibrate=clip_norm is about rounds of training, and the model has none; choose calibrate=noise_multiplier",
 }  # fmt: skip
 # The same, before torch is imported
 EARLY = {
@@ -337,7 +326,8 @@ EARLY = {
     "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
     "privacy.epsilon={a:[1": "privacy.epsilon={a:[1: ",
     "+modle.x=3": "there is no 'modle'; did you mean 'model'",
-    "model=null": "model has no option 'null'. Known: causal_lm, cnn, least_squares, logistic",
+    "model=null": "model has no option 'null'. Known: causal_lm, cnn, logistic",
+    "model=least_squares": "model=least_squares is gone; choose logistic, which was as good or better",
     "model._target_=null": "does not name what to make",
     "optimizer.lr=nan": "optimizer.lr=nan is not a number",
     "privacy.epsilon=1 privacy.noise_multiplier=1": "exactly one of privacy.epsilon or privacy.noise_multiplier",
@@ -357,7 +347,7 @@ EARLY = {
     "trainer.memory=least": "trainer.memory=least must be usual or low",
     "seed=-1": "seed=-1 must lie between",
     "diagnostics=loud": "diagnostics=loud is unknown; choose one of none, unsafe",
-    "accountant=moments accountant.names=[gdp]": "gdp is an approximation",
+    "accountant=moments accountant.names=[gdp]": "accountant=gdp is gone: its ε was an approximation",
     "train=perhaps": "train=perhaps: ",
     "mechanism=by_group mechanism.by_group={conv:join}": "mechanism.by_group.conv=join must be one of joint, separate",
     "mechanism=by_group mechanism.by_group=joint": "mechanism.by_group=joint must be {group: option}",

@@ -22,10 +22,10 @@ from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.plan import adaptive_clipping, clipping, groups
-from dpexp.privacy.plan.options import Noise
+from dpexp.privacy.plan.options import Banded, Gaussian
 
 C = correlated.square_root(3)
-CHOICES = {"sampling": "cyclic_poisson", "noise": Noise("banded", 3, "sqrt")}
+CHOICES = {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")}
 
 
 class Released(pl.Callback):
@@ -53,8 +53,8 @@ def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, modul
 
 
 def test_one_band_is_dp_sgd_bit_for_bit(tmp_path):
-    plain, _ = trained(tmp_path, sampling="poisson", noise="gaussian")
-    one, privacy = trained(tmp_path / "other", noise=Noise("banded", 1))
+    plain, _ = trained(tmp_path, sampling="poisson", noise=Gaussian())
+    one, privacy = trained(tmp_path / "other", noise=Banded(1))
     for before, after in zip(plain, one, strict=True):
         assert all(torch.equal(before[name], after[name]) for name in before)
     poisson, cyclic = (read_ledger(folder / "l.jsonl") for folder in (tmp_path, tmp_path / "other"))
@@ -67,7 +67,7 @@ def test_the_plan_is_what_happens(tmp_path):
     ledger = read_ledger(tmp_path / "l.jsonl")
     assert ledger == privacy.plan.ledger() and len(ledger) == 12
     ((round_, _),) = ledger.rounds.items()
-    assert round_.sampling.parts == 3 and round_.sampling.block == 0
+    assert round_.sampling.policy.partitions == 3 and round_.sampling.first == 0
     assert [query.bands for query in round_.queries] == [C]
 
 
@@ -126,7 +126,7 @@ def test_a_small_case_in_closed_form():
     is N(μ, Σ) from N(0, Σ) with Σ = σ̃² C⁻¹C⁻ᵀ, which is Gaussian DP with √(μᵀΣ⁻¹μ)."""
     z = 1.3
     plan = plan_of(
-        Model(), n=10, q=0.5, steps=3, noise_multiplier=z, sampling="cyclic_poisson", noise=Noise("banded", 2, "sqrt")
+        Model(), n=10, q=0.5, steps=3, noise_multiplier=z, sampling="cyclic_poisson", noise=Banded(2, "sqrt")
     )
     inverse = np.linalg.inv(toeplitz(correlated.square_root(2), 3))
     covariance = z**2 * inverse @ inverse.T
@@ -158,7 +158,7 @@ def test_a_resume_begins_a_new_block(tmp_path):
     trained(tmp_path, stop=7, ckpt_path=tmp_path / "five.ckpt", seed=6)
     first, _ = trained(tmp_path, ckpt_path=tmp_path / "five.ckpt", seed=7)  # two rounds are done again
     ledger = read_ledger(tmp_path / "l.jsonl")
-    blocks = Counter({round_.sampling.block: count for round_, count in ledger.rounds.items()})
+    blocks = Counter({round_.sampling.first: count for round_, count in ledger.rounds.items()})
     assert blocks == {0: 5, 5: 2, 7: 7} and len(first) == 7
     ((release, count),) = releases(ledger).items()
     assert count == 2 + 1 + 3 and release.q == pytest.approx(0.45)
@@ -241,13 +241,11 @@ def error(plan, noise):
 def test_auto_takes_the_bands_of_the_least_error(epsilon, batch, least, most):
     """About ε√T/k for k epochs (McKenna 2024, arXiv 2405.15913): 9, 25 and 3."""
     facts = {"n": 50_000, "expected_batch_size": batch, "epochs": 10, "epsilon": epsilon, "delta": 1e-5}
-    found = plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded"))
+    found = plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Banded())
     b = len(found.bands)
     assert least <= b <= most and found.sampling.partitions == b
-    others = [
-        plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded", k)) for k in (b // 2 or 1, 2 * b)
-    ]
-    assert error(found, Noise("banded")) <= min(error(other, Noise("banded")) for other in others)
+    others = [plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Banded(k)) for k in (b // 2 or 1, 2 * b)]
+    assert error(found, Banded()) <= min(error(other, Banded()) for other in others)
 
 
 def test_values_have_independent_noise_and_their_share():
@@ -270,15 +268,11 @@ def test_values_have_independent_noise_and_their_share():
         ({"sampling": "poisson"}, "noise.bands=3 needs samples .* choose sampling=cyclic_poisson"),
         ({"sampling": "full_batch", "q": 1.0}, "sampling=full_batch does not"),
         ({"partitions": 2}, "noise.bands=3 must be at most sampling.partitions=2"),
-        ({"noise": Noise("banded", 9)}, "choose at most 6 partitions"),
-        ({"noise": Noise("banded")}, "noise.bands=auto compares the noise that a target needs"),
+        ({"noise": Banded(9)}, "choose at most 6 partitions"),
+        ({"noise": Banded()}, "noise.bands=auto compares the noise that a target needs"),
         ({"schedules": {"z": {"linear": [1, 2]}}}, "schedule.z=.* is not supported with sampling=cyclic_poisson"),
         ({"schedules": {"S": {"linear": [1, 2]}}}, "schedule.S=.* is not supported"),
         ({"calibrate": "sampling_rate", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
-        (
-            {"noise": "gaussian", "sampling": "poisson", "partitions": 2},
-            "sampling.partitions=2 is no option of sampling=poisson",
-        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(choices, message):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from scipy.stats import binomtest, chi2, chisquare
 
+from dpexp.accounting.sampling import CyclicPoisson, Poisson
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import CyclicPoisson, make_policy
 
 
 def toeplitz(c, rounds):
@@ -61,7 +61,13 @@ def test_the_least_error_is_that_of_a_search(rounds):
 
 
 def sampler(parts, q=0.05, size=240, rounds=400, seed=0):
-    return RoundSampler(lambda t: CyclicPoisson(q, parts), size, rounds, 10**6, KeyStream.known(seed, "sampling", 0))
+    return RoundSampler(
+        lambda t: CyclicPoisson(sampling_rate=q, partitions=parts),
+        size,
+        rounds,
+        10**6,
+        KeyStream.known(seed, "sampling", 0),
+    )
 
 
 def drawn(sampler):
@@ -95,12 +101,15 @@ def test_each_record_is_sampled_in_its_own_part_alone_at_the_stated_rate():
 
 def test_parts_are_drawn_independently():
     """Not dealt out: how many there are in one varies as it should."""
-    sizes = [len(CyclicPoisson(0.1, 4).partition(1000, KeyStream.known(k, "sampling", 0))[0]) for k in range(400)]
+    sizes = [
+        len(CyclicPoisson(sampling_rate=0.1, partitions=4).partition(1000, KeyStream.known(k, "sampling", 0))[0])
+        for k in range(400)
+    ]
     assert np.var(sizes) == pytest.approx(1000 * 0.25 * 0.75, rel=0.3)
 
 
 def test_one_part_samples_as_poisson_does():
-    one, plain = drawn(sampler(1)), make_policy("poisson", 0.05, 240)
+    one, plain = drawn(sampler(1)), Poisson(sampling_rate=0.05)
     stream = KeyStream.known(0, "sampling", 0)
     for row in one:
         (rows,) = plain.draw(240, stream)

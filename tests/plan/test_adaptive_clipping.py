@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import dpexp
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, read_ledger
 from dpexp.accounting.releases import releases
+from dpexp.accounting.sampling import event_of, sampling_event
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveState, indicator
@@ -24,7 +25,7 @@ from dpexp.privacy.private_metrics import UNCLIPPED
 from dpexp.privacy.round import PrivateRound
 
 Q, N, B = 0.1, 100, 9
-SAMPLING = SamplingEvent("poisson", Q, N)
+SAMPLING = sampling_event("poisson", Q, N)
 
 
 def model():
@@ -57,7 +58,7 @@ def carried_out(plan, net, path, rounds):
     engine = PrivateRound(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), adaptive_state=bounds)
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(rounds):
-        ledger.sample(plan.at_round(t).sampling.event(N, 0))
+        ledger.sample(event_of(plan.at_round(t).sampling, N, 0))
         engine.begin(t)
         engine.add_chunk(loss_of, data(), B)
         engine.end()
@@ -190,7 +191,7 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
         plan = plan_of(net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), clip_norm=bound)
         engine = PrivateRound(plan, net, GaussianNoise())
         ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
-        ledger.sample(plan.sampling.event(N, 0))
+        ledger.sample(event_of(plan.sampling, N, 0))
         engine.begin()
         engine.add_chunk(loss_of, (x, y), len(x))
         return engine.release(ledger)[value_key(UNCLIPPED)] * Q * N

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 import dpexp
-from dpexp.privacy.sampling.policies import Shuffle
+from dpexp.accounting.sampling import Shuffle
 
-SAMPLING = dpexp.Sampling("poisson", sampling_rate=0.1, steps=10)
+SAMPLING = dpexp.Poisson(sampling_rate=0.1, steps=10)
 
 
 class InOrder(Shuffle):
@@ -21,9 +21,9 @@ class InOrder(Shuffle):
 
 def test_a_plan_is_made_from_its_objects():
     plan = dpexp.make_plan(
-        nn.Linear(3, 2), n=1000, sampling=dpexp.Sampling(expected_batch_size=100, epochs=1.5),
+        nn.Linear(3, 2), n=1000, sampling=dpexp.Poisson(expected_batch_size=100, epochs=1.5),
         target=dpexp.Target(epsilon=2.0, delta=1e-5), clipping=dpexp.Clipping(vectors="parameter"),
-        noise=dpexp.Noise(), schedules=dpexp.Schedules(z={"step": {0: 1.0, 5: 2.0}}),
+        noise=dpexp.Gaussian(), schedules=dpexp.Schedules(z={"step": {0: 1.0, 5: 2.0}}),
     )  # fmt: skip
     (group,) = plan.groups
     assert (plan.sampling.q, plan.rounds, len(group.vectors), group.S) == (0.1, 15, 2, 1.0)
@@ -31,23 +31,26 @@ def test_a_plan_is_made_from_its_objects():
     assert plan.at_round(5).groups[0].sigma == 2 * group.sigma
 
 
-def test_a_policy_is_chosen_by_its_dotted_name():
-    sampling = dpexp.Sampling(f"{__name__}.InOrder", sampling_rate=0.25, epochs=2)
+def test_a_policy_of_ones_own_is_accounted_as_the_one_that_it_is_derived_from():
+    sampling = InOrder(sampling_rate=0.25, epochs=2)
     plan = dpexp.make_plan(nn.Linear(3, 2), n=8, sampling=sampling, target=dpexp.Target(noise_multiplier=1.0))
     assert type(plan.sampling) is InOrder and plan.rounds == 8 and plan.adjacency == "replace_one"
     assert plan.sampling.draw(8, None) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert {type(round_.sampling.policy) for round_ in plan.ledger().rounds} == {Shuffle}
 
 
 @pytest.mark.parametrize(
     "make, options, message",
     [
-        (dpexp.Sampling, {"sampling_rate": 0.1}, r"exactly one of sampling\.steps or sampling\.epochs"),
-        (dpexp.Sampling, {"policy": "torch.Tensor", "sampling_rate": 1, "steps": 1}, r"sampling\.policy=torch"),
-        (dpexp.Sampling, {"policy": "no.Such", "sampling_rate": 0.1, "steps": 1}, "no.Such cannot be imported"),
-        (dpexp.Sampling, {"sampling_rate": 1.5, "steps": 1}, r"sampling\.sampling_rate=1\.5 must lie in \(0, 1\]"),
-        (dpexp.Sampling, {"expected_batch_size": 0, "steps": 1}, r"sampling\.expected_batch_size=0 must be"),
-        (dpexp.Sampling, {"sampling_rate": 0.1, "epochs": math.inf}, r"sampling\.epochs=inf must be"),
-        (dpexp.Sampling, {"sampling_rate": 0.1, "steps": 1, "partitions": 0}, r"sampling\.partitions=0 must be"),
+        (dpexp.Poisson, {"sampling_rate": 1.5, "steps": 1}, r"sampling\.sampling_rate=1\.5 must lie in \(0, 1\]"),
+        (dpexp.Poisson, {"expected_batch_size": 0, "steps": 1}, r"sampling\.expected_batch_size=0 must be"),
+        (dpexp.Poisson, {"sampling_rate": 0.1, "epochs": math.inf}, r"sampling\.epochs=inf must be"),
+        (dpexp.Poisson, {"sampling_rate": 0.1, "steps": 0}, r"sampling\.steps=0 must be"),
+        (dpexp.CyclicPoisson, {"sampling_rate": 0.1, "steps": 1, "partitions": 0}, r"sampling\.partitions=0 must be"),
+        (dpexp.Sampling, {"expected_batch_size": 256, "epochs": 10},
+         r"^Sampling\(expected_batch_size=256, epochs=10\) is Poisson\(expected_batch_size=256, epochs=10\) now"),
+        (dpexp.Sampling, {"policy": "random_allocation", "steps": 3}, r"is RandomAllocation\(steps=3\) now"),
+        (dpexp.Noise, {"kind": "banded", "bands": 4}, r"^Noise\(bands=4\) is Banded\(bands=4\) now, from dpexp import"),
         (dpexp.Target, {"epsilon": -1}, r"privacy\.epsilon=-1 must be"),
         (dpexp.Target, {"noise_multiplier": 0}, r"privacy\.noise_multiplier=0 must be"),
         (dpexp.Target, {"epsilon": 1, "delta": 2}, r"privacy\.delta=2"),
@@ -57,11 +60,9 @@ def test_a_policy_is_chosen_by_its_dotted_name():
         (dpexp.Target, {"max_tpr_at_fpr": {0.01: 0.01}}, r"=\{0\.01: 0\.01\} must be .* 0 < FPR < TPR < 1"),
         (dpexp.Target, {"max_tpr_at_fpr": {2: 0.5}}, r"privacy\.max_tpr_at_fpr"),
         (dpexp.Target, {"epsilon": 1, "max_advantage": 0.1}, r"privacy\.epsilon=1 and .* are 2 targets"),
-        (dpexp.Noise, {"kind": "laplace"}, "noise=laplace is unknown; choose gaussian or banded"),
-        (dpexp.Noise, {"bands": 2}, r"noise\.bands=2 is an option of noise=banded, but noise=gaussian is chosen"),
-        (dpexp.Noise, {"kind": "banded", "bands": 0}, r"noise\.bands=0 must be an integer .* or auto"),
-        (dpexp.Noise, {"kind": "banded", "coefficients": "cubic"}, r"noise\.coefficients=cubic .* optimal, sqrt"),
-        (dpexp.Noise, {"kind": "banded", "momentum": 1.0}, r"noise\.momentum=1\.0 must lie in \[0, 1\)"),
+        (dpexp.Banded, {"bands": 0}, r"noise\.bands=0 must be an integer .* or auto"),
+        (dpexp.Banded, {"coefficients": "cubic"}, r"noise\.coefficients=cubic .* optimal, sqrt"),
+        (dpexp.Banded, {"momentum": 1.0}, r"noise\.momentum=1\.0 must lie in \[0, 1\)"),
         (dpexp.Schedules, {"S": {"cosine": 1}}, r"schedule\.S=.* is not understood"),
         (dpexp.Schedules, {"S": {"linear": [1, "a"]}}, "=a must be a finite number"),
         (dpexp.Schedules, {"S": {"step": {3: 1.0}}}, "from round 0"),
@@ -77,7 +78,7 @@ def test_objects_refuse_their_own_values(make, options, message):
 
 # Those that every user makes, of many arguments
 MADE = (
-    dpexp.Sampling, dpexp.Target, dpexp.Noise, dpexp.Schedules, dpexp.Clipping, dpexp.Private, dpexp.PrivacyCallback
+    dpexp.Poisson, dpexp.Target, dpexp.Banded, dpexp.Schedules, dpexp.Clipping, dpexp.Private, dpexp.PrivacyCallback
 )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def test_an_unknown_argument_is_answered_with_the_line_to_write(public):
 @pytest.mark.parametrize(
     "call, line",
     [
-        (lambda: dpexp.Sampling(batch_size=256), r"'batch_size'; write Sampling\(.*, expected_batch_size=…, .*\)"),
+        (lambda: dpexp.Poisson(batch_size=256), r"'batch_size'; write Poisson\(.*, expected_batch_size=…\)"),
         (lambda: dpexp.Target(target_epsilon=3.0), r"write Target\(epsilon=…, .*\), or some of it\.$"),
         (lambda: dpexp.Private(1, 2, 3), r"'ledger'; write Private\(model=…, optimizer=…, plan=…, ledger=…, .*\)"),
     ],
@@ -102,5 +103,5 @@ def test_a_wrong_argument_is_answered_with_the_known_ones(call, line):
 
 def test_a_type_error_inside_a_constructor_stays_as_it_is():
     with pytest.raises(TypeError) as raised:
-        dpexp.Sampling(sampling_rate=0.1, steps=1, policy=["poisson"])
+        dpexp.Target(epsilon=1, max_advantage="a")
     assert "write" not in str(raised.value)

@@ -11,6 +11,7 @@ from plans import plan_of
 from torch import nn
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.sampling import Poisson
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.allocation import DimensionAdjusted, Explicit, MinVariance, Proportional, Weighted
 from dpexp.privacy.plan.clipping import (
@@ -22,7 +23,6 @@ from dpexp.privacy.plan.clipping import (
     UniformClipNorm,
 )
 from dpexp.privacy.plan.groups import Groups, Match, Vector, conv_fc, flat, per_layer
-from dpexp.privacy.sampling.policies import Poisson
 
 
 def cnn():
@@ -238,9 +238,9 @@ def test_rounds_from_epochs_lose_no_step():
     lost = [n for n in range(1, 5000) if int(1 / (1 / n)) != n]
     assert len(lost) == 312 and lost[:3] == [93, 99, 105]
     for n in range(1, 5000):
-        assert [Poisson(1 / n).rounds(epochs) for epochs in (1, 3)] == [n, 3 * n]
-    assert Poisson(512 / 1437).rounds(40) == math.ceil(40 * 1437 / 512) == 113
-    assert Poisson(1 / 3).rounds(0.5) == 2
+        assert [Poisson(sampling_rate=1 / n).rounds(epochs) for epochs in (1, 3)] == [n, 3 * n]
+    assert Poisson(sampling_rate=512 / 1437).rounds(40) == math.ceil(40 * 1437 / 512) == 113
+    assert Poisson(sampling_rate=1 / 3).rounds(0.5) == 2
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,6 @@ def test_rounds_from_epochs_lose_no_step():
         ({"clip_norm": FixedClipNorm(math.inf)}, "clip_norm.value=inf"),
         ({"mechanism": Joint(FixedClipNorm(0.0))}, r"alpha\.value=0"),
         ({"sampling": "shuffle", "adjacency": "add_remove"}, "choose adjacency=replace_one or replace_null"),
-        ({"sampling": "poisson", "max_batch_size": 5}, r"sampling\.max_batch_size=5"),
         ({"schedules": {"z": [1.0]}}, r"schedule\.z lists 1 numbers for 10 rounds"),
         ({"schedules": {"q": {"linear": [1, 100]}}}, r"sampling\.sampling_rate=.* must lie in"),
         ({"sampling": "shuffle", "schedules": {"q": {"step": {0: 1, 2: 0.5}}}}, "q cannot vary"),

@@ -16,7 +16,7 @@ from dpexp.accounting.releases import releases
 from dpexp.privacy.noise.continuous import CorrelatedNoise
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import FixedClipNorm, Joint
-from dpexp.privacy.plan.options import Noise
+from dpexp.privacy.plan.options import Banded
 from dpexp.privacy.sampling.privacy_unit import Microbatch
 
 N, ROUNDS, SEED = 12, 20, 3  # five epochs of four rounds
@@ -269,7 +269,7 @@ def test_epochs_whose_clipping_norm_adapts_cost_alike(tmp_path):
 @pytest.mark.parametrize(
     "choices, message",
     [
-        ({"noise": Noise("banded", 2)}, "sampling=random_allocation does not; choose sampling=cyclic_poisson"),
+        ({"noise": Banded(2)}, "sampling=random_allocation does not; choose sampling=cyclic_poisson"),
         ({"schedules": {"z": [1] * ROUNDS}}, "schedule.z=.* is not supported with sampling=random_allocation"),
         ({"schedules": {"S": 2}}, "schedule.S=2 is not supported with sampling=random_allocation"),
         ({"schedules": {"q": {"linear": [1, 2]}}}, "schedule.q=.* is not supported with sampling=random_allocation"),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
+from dpexp.accounting.sampling import event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.step import LOOP, TRACED
 from dpexp.privacy.noise.continuous import GaussianNoise
@@ -62,7 +63,7 @@ def sums(folder, batch, mode, loss_of=step, engine=None):
     engine = engine or engine_of(mode)
     plan, path = engine.plan, folder / str(len([*folder.iterdir()]))
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None)
-    ledger.sample(plan.at_round(0).sampling.event(N, 0))
+    ledger.sample(event_of(plan.at_round(0).sampling, N, 0))
     engine.begin(0)
     engine.add_chunk(loss_of, batch, len(batch[0]))
     engine.end()

@@ -15,13 +15,13 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
+from dpexp.accounting.sampling import FullBatch
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, collectives_refused, digest_of_plan, digest_of_records
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import FixedClipNorm, Global
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import FullBatch
 from dpexp.privacy.sampling.privacy_unit import User
 from dpexp.privacy.state_checks import digest_of_weights
 from dpexp.rows import PlacedRows

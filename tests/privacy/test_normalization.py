@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
+from dpexp.accounting.sampling import event_of
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.normalization import FrozenBatchNorm, GroupNormalization, PrivateBatchNorm, RunningNorm
 from dpexp.privacy.plan.groups import value_key
@@ -44,7 +45,7 @@ def engine_of(model, private):
 def released(engine, path, model, batch):
     plan = engine.plan
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
-    ledger.sample(plan.sampling.event(N, 0))
+    ledger.sample(event_of(plan.sampling, N, 0))
     engine.begin()
     engine.add_chunk(loss_of, batch, len(batch[0]))
     averages = engine.release(ledger)

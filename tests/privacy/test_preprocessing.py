@@ -616,7 +616,6 @@ def test_the_non_private_baseline_has_preprocessing_without_noise(dpexp_job):
         (("preprocessing=[pca]", "preprocessing.pca.k=65"), "k=65 must be an integer between 1 and 64"),
         (("preprocessing=[pca]", "preprocessing.pca.budget_share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
         (("preprocessing=[class_counts]", "preprocessing.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
-        (("preprocessing=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is not stated for the noise"),
         (("preprocessing=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 needs privacy.epsilon"),
         (("preprocessing=[class_counts]", "preprocessing.class_counts.noise_multiplier=2",
         "preprocessing.class_counts.budget_share=0.1"),

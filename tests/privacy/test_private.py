@@ -28,7 +28,7 @@ def network():
 
 
 def plan_of(module, z=1.0):
-    sampling, target = dpexp.Sampling(sampling_rate=0.1, steps=6), dpexp.Target(noise_multiplier=z, delta=DELTA)
+    sampling, target = dpexp.Poisson(sampling_rate=0.1, steps=6), dpexp.Target(noise_multiplier=z, delta=DELTA)
     return dpexp.make_plan(module, n=N, sampling=sampling, target=target)
 
 
@@ -297,7 +297,7 @@ def test_a_loop_that_has_not_ended_is_ended_before_another_begins(tmp_path):
 def test_what_a_loop_changes_at_an_epochs_start_changes_the_step(tmp_path):
     model = network()
     model.gain = 1.0
-    sampling, target = dpexp.Sampling("full_batch", steps=8), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
+    sampling, target = dpexp.FullBatch(steps=8), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
     plan = dpexp.make_plan(model, n=N, sampling=sampling, target=target)
     private = dpexp.Private(model, torch.optim.SGD(model.parameters(), 0.1), plan, tmp_path / "l.jsonl", noise_seed=3)
     moved = []
@@ -497,7 +497,7 @@ def test_of_networks_that_take_turns_the_critic_is_private_while_the_generator_l
             flat = torch.cat([g.flatten() for g in found])
             return flat / flat.norm().clamp(min=1)
 
-        sampling, target = dpexp.Sampling("full_batch", steps=3), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
+        sampling, target = dpexp.FullBatch(steps=3), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
         private = dpexp.Private(
             critic, optimizers[0], dpexp.make_plan(critic, n=10, sampling=sampling, target=target), path, noise_seed=3
         )

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
+from dpexp.accounting.sampling import Poisson, event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.privacy.round import PrivateRound
-from dpexp.privacy.sampling.policies import Poisson
 from dpexp.reporting.terminal import plan_table
 
 B, Q, N = 7, 0.1, 100
@@ -69,7 +69,7 @@ def released(engine, path, batch, loss_of, rounds=1):
     plan = engine.plan
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(rounds):
-        ledger.sample(plan.at_round(t).sampling.event(plan.n, 0))
+        ledger.sample(event_of(plan.at_round(t).sampling, plan.n, 0))
         engine.begin(t)
         engine.add_chunk(lambda _, one: loss_of(one), batch, len(batch[0]))
         engine.end()
@@ -165,7 +165,7 @@ def test_the_mean_of_estimates_is_the_mean_size_of_poisson_samples(dpexp_job):
         "trainer.num_evaluations=0", "tracking=none", "accountant=rdp",
     )  # fmt: skip
     found = result_of(output)["released"]["sample_size"]
-    policy, stream = Poisson(100 / 1437), KeyStream.known(1, "sampling", 0)
+    policy, stream = Poisson(sampling_rate=100 / 1437), KeyStream.known(1, "sampling", 0)
     sizes = [len(policy.draw(1437, stream)[0]) for _ in range(20)]
     assert found["estimate"] == pytest.approx(sum(sizes[-4:]) / 4, abs=1e-3) and found["sd"] < 1e-4
 
@@ -266,7 +266,7 @@ def test_the_standard_deviation_of_an_estimate(tmp_path):
     engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
     ledger = LedgerWriter(tmp_path / "ledger", plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(400):
-        ledger.sample(plan.sampling.event(N, 0))
+        ledger.sample(event_of(plan.sampling, N, 0))
         engine.begin(t)
         engine.end()
         metrics = estimates.add(engine.current_plan, t + 1, engine.release(ledger))

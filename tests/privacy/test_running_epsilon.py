@@ -11,7 +11,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy import running_epsilon
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
-from dpexp.privacy.plan.options import Noise
+from dpexp.privacy.plan.options import Banded
 
 DELTA, ROUNDS = 1e-5, 12
 CHOICES = {
@@ -22,7 +22,7 @@ CHOICES = {
     "random allocation": {
         "sampling": "random_allocation", "q": 0.25, "steps": 16, "noise_multiplier": 2.0, "accountant": "pld",
     },
-    "banded": {"noise": Noise("banded", 4), "sampling": "cyclic_poisson", "q": 0.05},
+    "banded": {"noise": Banded(4), "sampling": "cyclic_poisson", "q": 0.05},
 }  # fmt: skip
 
 

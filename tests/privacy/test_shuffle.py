@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp.accounting.ledger import LedgerWriter, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.ledger import LedgerWriter, SumQueryEvent, read_ledger
 from dpexp.accounting.releases import releases
+from dpexp.accounting.sampling import Shuffle, event_of, sampling_event
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.privacy.sampling.policies import Shuffle
 from dpexp.privacy.sampling.privacy_unit import Microbatch
 
 N, BATCH, SEED = 13, 5, 5  # an epoch has samples of 5, 5 and 3
@@ -81,7 +81,7 @@ def by_epoch(ledger):
     """The rates of each epoch's rounds, added up."""
     rates = defaultdict(float)
     for round_, count in ledger.rounds.items():
-        rates[round_.sampling.epoch] += count * round_.sampling.q
+        rates[round_.sampling.first] += count * round_.sampling.q
     return dict(rates)
 
 
@@ -91,7 +91,7 @@ def test_training_equals_shuffled_dp_sgd_by_hand(fit):
     module, _, _, ledger = fit(plan)
     reference, data = Model(), records()
     sampling, noise = KeyStream.known(SEED, "sampling", 0), GaussianNoise(KeyStream.known(SEED, "noise", 0))
-    samples = [sample for _ in range(3) for sample in Shuffle(BATCH / N).draw(N, sampling)]
+    samples = [sample for _ in range(3) for sample in Shuffle(sampling_rate=BATCH / N).draw(N, sampling)]
     for rows in samples[:8]:
         sums = clipped_sums(
             plan, reference, lambda one: F.cross_entropy(reference.net(one[0]), one[1]),
@@ -176,9 +176,9 @@ def test_microbatches_have_a_last_sample_too(fit):
 def test_a_ledger_whose_epochs_left_records_out_is_read_and_costs_what_it_did(tmp_path):
     """As earlier versions wrote it: of 1437 records, an epoch has two samples of 512."""
     query = SumQueryEvent("all", 1.0, 4.0)
-    writer = LedgerWriter(tmp_path / "ledger", "replace_one", [SamplingEvent("shuffle", 512 / 1437, 1437, epoch=0)])
+    writer = LedgerWriter(tmp_path / "ledger", "replace_one", [sampling_event("shuffle", 512 / 1437, 1437, epoch=0)])
     for t in range(6):
-        writer.sample(SamplingEvent("shuffle", 512 / 1437, 1437, epoch=t - t % 2))
+        writer.sample(sampling_event("shuffle", 512 / 1437, 1437, epoch=t - t % 2))
         writer.query(query)
         writer.commit()
     writer.close()
@@ -192,6 +192,6 @@ def test_a_ledger_whose_epochs_left_records_out_is_read_and_costs_what_it_did(tm
 
 def test_a_job_that_left_records_out_is_not_resumed(tmp_path):
     plan = plan_for()
-    LedgerWriter(tmp_path / "ledger", "replace_one", [Shuffle(BATCH / N).event(N, 0)]).close()
+    LedgerWriter(tmp_path / "ledger", "replace_one", [event_of(Shuffle(sampling_rate=BATCH / N), N, 0)]).close()
     with pytest.raises(dpexp.ConfigError, match=r"was begun for .* but the run that would continue it plans"):
         LedgerWriter(tmp_path / "ledger", "replace_one", plan.sampling_events(), resume=True)

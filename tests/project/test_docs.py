@@ -14,8 +14,9 @@ import yaml
 import dpexp
 from dpexp.accounting import ledger as ledgers
 from dpexp.accounting.coverage import check_delta
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SumQueryEvent, read_ledger
 from dpexp.accounting.risk import risk
+from dpexp.accounting.sampling import sampling_event
 from dpexp.commands import validate
 from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
@@ -141,14 +142,14 @@ def test_ones_own_model_data_and_groups_train(written, dpexp_job):
     assert [query.group for query in spec.queries] == ["norms", "head", "body"]
 
 
-@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize("k", range(6))
 def test_every_extension_of_ones_own_trains(k, written, dpexp_job):
     """Each recipe is one Python file and one YAML file outside the package."""
     page = DOCS / "extending.md"
     written(page)
     recipes = [*commands(page)]
-    assert len(recipes) == 5 == len([title for title, _ in blocks(page, "python") if title])
-    length = () if "sampling=in_order" in recipes[k] else ("sampling.steps=2",)
+    assert len(recipes) == 6 == len([title for title, _ in blocks(page, "python") if title])
+    length = () if "sampling=in_order" in recipes[k] else ("sampling.steps=2", "sampling.epochs=null")
     output = dpexp_job(*recipes[k], *length, "tracking=none")
     assert len(read_ledger(output / "ledger.jsonl")) == (9 if "sampling=in_order" in recipes[k] else 2)
 
@@ -300,7 +301,7 @@ GLOSSARY = (DOCS / "glossary.md").read_text()
 
 def cost(q, rounds, z, accountant="pld"):
     """ε at δ = 1e-5 with two decimals, rounded up."""
-    one = Round(SamplingEvent("poisson", q, 60_000), (SumQueryEvent("all", 1.0, z),))
+    one = Round(sampling_event("poisson", q, 60_000), (SumQueryEvent("all", 1.0, z),))
     return f"{ceil(100 * dpexp.epsilon(Ledger('add_remove', {one: rounds}), 1e-5, accountant)) / 100:.2f}"
 
 
@@ -318,14 +319,14 @@ def test_the_glossary_says_which_delta_is_refused():
     with pytest.raises(ConfigError):
         check_delta(0.0)
     check_delta(1e-300)
-    three = {Round(SamplingEvent("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 2.0),)): 3}
+    three = {Round(sampling_event("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 2.0),)): 3}
     assert dpexp.epsilon(Ledger("add_remove", three), 1e-300) == pytest.approx(3 * 0.5, rel=1e-12)
 
 
 def test_the_glossarys_classes_exist():
     rows = [row.split("|")[3] for row in GLOSSARY.partition("\n## ")[0].splitlines() if row.startswith("| ")][1:]
     names = re.findall(r"`([A-Z]\w+)", " ".join(rows))
-    assert len(names) > 12 and {"SamplingEvent", "SumQueryEvent", "PrivateRound"} <= {*names}
+    assert len(names) > 12 and {"sampling_event", "SumQueryEvent", "PrivateRound"} <= {*names}
     assert [name for name in names if not any(hasattr(place, name) for place in (dpexp, ledgers, rounds_module))] == []
 
 

@@ -50,7 +50,7 @@ def schema():
     """The dotted names that a configuration may have, with * for any name, and the options of each group."""
     names = set()
     options = {
-        "calibrate": {*CALIBRATABLE}, "accountant": {"gdp"},
+        "calibrate": {*CALIBRATABLE},
         "hydra/sweeper": {"optuna"}, "hydra/launcher": {"basic", "joblib", "submitit_local", "submitit_slurm", "ray"},
     }  # fmt: skip
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy.stats import binom, chisquare
 
+from dpexp.accounting.sampling import RandomAllocation, Shuffle, event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import RandomAllocation, Shuffle, make_policy, policy_class
 
 
 def drawn(policy, size, epochs, seed=0):
@@ -56,39 +56,42 @@ def p_values(policy, size, epochs):
 
 @pytest.mark.parametrize("k, t", [(1, 4), (2, 5), (3, 4)])
 def test_each_record_draws_its_rounds_uniformly_and_by_itself(k, t):
-    assert min(p_values(RandomAllocation(k / t, k), 8, 4000).values()) > 1e-3
+    assert min(p_values(RandomAllocation(sampling_rate=k / t, num_selected=k), 8, 4000).values()) > 1e-3
 
 
 def test_the_same_check_rejects_a_permutation_though_each_record_alone_looks_alike():
     """Random allocation is no shuffling: there, records that share a round are fewer, and samples equally large."""
-    found = p_values(Shuffle(1 / 4), 8, 4000)
+    found = p_values(Shuffle(sampling_rate=1 / 4), 8, 4000)
     assert min(found["a record"], found["two epochs"]) > 1e-3
     assert max(found["two records"], found["sizes"]) < 1e-9
 
 
-class AllWithTheFirst(RandomAllocation):
+class AllWithTheFirst:
     """Each record's rounds are right by themselves, and all records' are the first one's."""
 
+    rounds_per_epoch = 4
+
     def draw(self, size, stream):
-        first = super().draw(1, stream)
+        first = RandomAllocation(sampling_rate=1 / 4).draw(1, stream)
         return [[*range(size)] if sample else [] for sample in first]
 
 
 def test_the_same_check_rejects_records_that_follow_one_another():
-    assert p_values(AllWithTheFirst(1 / 4), 8, 4000)["two records"] < 1e-9
+    assert p_values(AllWithTheFirst(), 8, 4000)["two records"] < 1e-9
 
 
 def test_q_is_that_of_a_whole_number_of_rounds():
     for q, k, t in ((512 / 60000, 1, 117), (0.3, 1, 3), (0.3, 2, 7), (1.0, 1, 1), (0.7, 1, 1), (1.0, 3, 3)):
-        policy = make_policy("random_allocation", q, 60000, num_selected=k)
-        event = policy.event(60000, 0)
+        policy, _ = RandomAllocation(sampling_rate=q, num_selected=k, steps=1).resolve(60000)
+        event = event_of(policy, 60000, 0)
         assert (policy.q, policy.rounds_per_epoch, policy.rounds(2.5)) == (k / t, t, -(-5 * t // 2))
-        assert (event.q, event.num_selected, event.num_steps) == (k / t, k, t)
-    assert [*map(sorted, RandomAllocation(1.0, 3).draw(5, KeyStream()))] == [[*range(5)]] * 3
+        facts = event.facts()
+        assert (facts["q"], facts["num_selected"], facts["num_steps"]) == (k / t, k, t)
+    assert [*map(sorted, RandomAllocation(sampling_rate=1.0, num_selected=3).draw(5, KeyStream()))] == [[*range(5)]] * 3
 
 
 def test_an_epoch_is_drawn_together_and_the_next_one_anew():
-    policy = RandomAllocation(2 / 6, 2)
+    policy = RandomAllocation(sampling_rate=2 / 6, num_selected=2)
     run = RoundSampler(lambda t: policy, 30, 12, 100, KeyStream.known(0, "sampling", 0))
     for epoch in (0, 6):
         rounds, began = [], set()
@@ -100,17 +103,13 @@ def test_an_epoch_is_drawn_together_and_the_next_one_anew():
         assert sorted(rounds) == sorted([*range(30)] * 2)
 
 
-class Claims(RandomAllocation):
-    """Does not draw as its event says."""
+def test_no_policy_of_ones_own_claims_the_event():
+    with pytest.raises(ConfigError, match="Claims cannot be a subclass of RandomAllocation, where each record draws"):
+
+        class Claims(RandomAllocation):
+            """Does not draw as its event says."""
 
 
-def test_no_policy_of_ones_own_claims_the_event(monkeypatch):
-    monkeypatch.setattr("dpexp.privacy.sampling.policies.Claims", Claims, raising=False)
-    with pytest.raises(ConfigError, match="names its event random_allocation, which is only for sampling=random_alloc"):
-        policy_class("dpexp.privacy.sampling.policies.Claims")
-
-
-@pytest.mark.parametrize("name, k, message", [("random_allocation", 0, "at least 1"), ("poisson", 1, "no option of")])
-def test_other_numbers_of_rounds_are_refused(name, k, message):
-    with pytest.raises(ConfigError, match=f"sampling.num_selected={k} .*{message}"):
-        make_policy(name, 0.1, 100, num_selected=k)
+def test_no_number_of_rounds_below_one_is_taken():
+    with pytest.raises(ConfigError, match=r"sampling\.num_selected=0 must be an integer of at least 1"):
+        RandomAllocation(sampling_rate=0.1, num_selected=0)

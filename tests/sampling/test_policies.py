@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, chisquare
 
+from dpexp.accounting.sampling import POLICIES, FixedSize, Poisson, Shuffle, TruncatedPoisson, event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.options import Schedules
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import FixedSize, Poisson, Shuffle, TruncatedPoisson, make_policy
 
 
 def sampler(size=100, q=0.1, rounds=50, physical=7, seed=0):
-    return RoundSampler(lambda t: Poisson(q), size, rounds, physical, KeyStream.known(seed, "sampling", 0))
+    return RoundSampler(
+        lambda t: Poisson(sampling_rate=q), size, rounds, physical, KeyStream.known(seed, "sampling", 0)
+    )
 
 
 def samples(sampler):
@@ -38,7 +40,7 @@ def test_inclusion_is_independent_with_probability_q():
     stream = KeyStream.known(1, "sampling", 0)
     included = torch.zeros(rounds, size, dtype=torch.long)
     for row in included:
-        row[Poisson(q).draw(size, stream)[0]] = 1
+        row[Poisson(sampling_rate=q).draw(size, stream)[0]] = 1
     assert binomtest(int(included.sum()), rounds * size, q).pvalue > 1e-3
     counts = included.sum(0).double()
     assert chisquare(counts.numpy()).pvalue > 1e-3, "every record alike"
@@ -53,14 +55,14 @@ def test_inclusion_is_independent_with_probability_q():
 def test_a_tiny_rate_is_not_rounded_up():
     """In float32 a uniform below 1e-9 happens with probability 2^-24, sixty times too often."""
     stream = KeyStream.known(0, "sampling", 0)
-    assert sum(len(Poisson(1e-9).draw(10_000_000, stream)[0]) for _ in range(3)) <= 2
+    assert sum(len(Poisson(sampling_rate=1e-9).draw(10_000_000, stream)[0]) for _ in range(3)) <= 2
 
 
 def test_chunks_put_a_sample_together():
     rounds, chunks = samples(sampler(q=0.3))
     assert max(len(rows) for rows, _ in chunks) == 7
     expected = KeyStream.known(0, "sampling", 0)
-    assert rounds == [Poisson(0.3).draw(100, expected)[0] for _ in rounds]
+    assert rounds == [Poisson(sampling_rate=0.3).draw(100, expected)[0] for _ in rounds]
 
 
 def test_an_empty_sample_is_still_a_round():
@@ -105,7 +107,7 @@ def included(policy, size, draws, seed=2):
 
 def test_fixed_size_samples_are_uniform_subsets_of_exactly_that_size():
     size, batch, rounds = 20, 6, 5000
-    seen = included(FixedSize(batch / size), size, rounds)
+    seen = included(FixedSize(sampling_rate=batch / size), size, rounds)
     assert (seen.sum(1) == batch).all()
     assert chisquare(seen.sum(0).double().numpy()).pvalue > 1e-3, "every record alike"
     together = int((seen[:, ::2] * seen[:, 1::2]).sum())
@@ -119,11 +121,11 @@ def test_fixed_size_samples_are_uniform_subsets_of_exactly_that_size():
 @given(n=st.integers(1, 400), batch=st.integers(1, 400), seed=st.integers(0, 9))
 def test_a_shuffled_epoch_has_every_record_exactly_once(n, batch, seed):
     """Of q·n in each sample but the last, which has the rest; the events say the sizes that are drawn."""
-    policy = Shuffle(min(batch, n) / n)
+    policy = Shuffle(sampling_rate=min(batch, n) / n)
     drawn = policy.draw(n, KeyStream.known(seed, "sampling", 0))
     assert sorted(i for sample in drawn for i in sample) == list(range(n))
     assert len(drawn) == policy.rounds_per_epoch == policy.rounds(1)
-    events = [policy.at_round(t, n).event(n, 0) for t in range(len(drawn))]
+    events = [event_of(policy.at_round(t, n), n, 0) for t in range(len(drawn))]
     assert [round(event.q * n) for event in events] == [len(sample) for sample in drawn]
     assert math.fsum(event.q for event in events) == pytest.approx(1, abs=1e-12)
     last = policy.at_round(len(drawn) - 1, n)
@@ -133,21 +135,23 @@ def test_a_shuffled_epoch_has_every_record_exactly_once(n, batch, seed):
 
 @pytest.mark.parametrize("n, batch", [(10**9 + 1, 10**3), (10**8, 1), (10**7 + 1, 10**3), (3 * 10**8, 10**8)])
 def test_the_rest_of_many_records_is_exact(n, batch):
-    policy = Shuffle(batch / n)
+    policy = Shuffle(sampling_rate=batch / n)
     assert policy.rounds_per_epoch == -(-n // batch)
     last = policy.at_round(policy.rounds_per_epoch - 1, n)
-    assert last.event(n, 0).q * n == pytest.approx(n % batch or batch, rel=1e-12)
+    assert event_of(last, n, 0).q * n == pytest.approx(n % batch or batch, rel=1e-12)
     assert last.rounds_per_epoch == policy.rounds_per_epoch
 
 
 def test_a_rate_of_ten_digits_is_the_whole_batch_that_it_means():
-    assert make_policy("shuffle", 0.3333333333, 300) == Shuffle(100 / 300)
-    assert make_policy("shuffle", 0.9999999999, 50).rounds_per_epoch == 1
+    policy, _ = Shuffle(sampling_rate=0.3333333333, epochs=1).resolve(300)
+    assert policy == Shuffle(sampling_rate=100 / 300)
+    policy, rounds = Shuffle(sampling_rate=0.9999999999, epochs=2).resolve(50)
+    assert policy.rounds_per_epoch == 1 and rounds == 2
 
 
 def test_shuffled_samples_are_drawn_uniformly_and_anew_each_epoch():
     size, batch, epochs = 23, 5, 3000
-    seen = included(Shuffle(batch / size), size, 5 * epochs)
+    seen = included(Shuffle(sampling_rate=batch / size), size, 5 * epochs)
     assert seen.sum(1).tolist() == [5, 5, 5, 5, 3] * epochs
     by_epoch = seen.reshape(epochs, 5, size)
     assert (by_epoch.sum(1) == 1).all(), "each record once"
@@ -159,7 +163,7 @@ def test_shuffled_samples_are_drawn_uniformly_and_anew_each_epoch():
 
 def test_truncation_keeps_a_uniform_subset_of_at_most_the_maximum():
     size, q, maximum, rounds = 30, 0.4, 12, 6000
-    seen = included(TruncatedPoisson(q, maximum), size, rounds)
+    seen = included(TruncatedPoisson(sampling_rate=q, max_batch_size=maximum), size, rounds)
     sizes = seen.sum(1)
     assert int(sizes.max()) == maximum
     cut = binom.sf(maximum - 1, size, q)
@@ -171,7 +175,7 @@ def test_truncation_keeps_a_uniform_subset_of_at_most_the_maximum():
 
 def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
     """The permutation is gone with the process, so that further batches are not disjoint with the earlier ones."""
-    run = RoundSampler(lambda t: Shuffle(0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
+    run = RoundSampler(lambda t: Shuffle(sampling_rate=0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
     samples(run)
     assert run.completed == 10
     run.completed = 14
@@ -182,7 +186,7 @@ def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
 
 
 def test_a_resumed_shuffled_epoch_has_samples_of_the_sizes_that_its_events_say():
-    policy = Shuffle(5 / 13)  # samples of 5, 5 and 3
+    policy = Shuffle(sampling_rate=5 / 13)  # samples of 5, 5 and 3
     for completed in range(6):
         run = RoundSampler(lambda t: policy.at_round(t, 13), 13, 6, 7, KeyStream.known(0, "sampling", 0))
         run.completed = completed
@@ -193,19 +197,19 @@ def test_a_resumed_shuffled_epoch_has_samples_of_the_sizes_that_its_events_say()
 
 
 @pytest.mark.parametrize(
-    "name, q, n, maximum, message",
+    "name, given, message",
     [
-        ("poison", 0.1, 100, None, "known: poisson, truncated_poisson"),
-        ("fixed_size", 0.123, 100, None, "expected_batch_size=12 is the nearest"),
-        ("truncated_poisson", 0.1, 100, None, "max_batch_size=None must be an integer"),
-        ("poisson", 0.1, 100, 20, "max_batch_size=20 is no option of sampling=poisson"),
-        ("truncated_poisson", 0.1, 100, 0, "at least 1"),
-        ("full_batch", 0.5, 100, None, "must be 1"),
+        ("fixed_size", {"sampling_rate": 0.123}, "expected_batch_size=12 is the nearest"),
+        ("truncated_poisson", {"sampling_rate": 0.1, "max_batch_size": None}, "max_batch_size=None must be an integer"),
+        ("truncated_poisson", {"sampling_rate": 0.1, "max_batch_size": 0}, "at least 1"),
+        ("poisson", {"sampling_rate": True}, r"sampling_rate=True must lie in \(0, 1\]"),
+        ("poisson", {"sampling_rate": 0.1, "expected_batch_size": 10}, "exactly one of sampling.sampling_rate or"),
+        ("poisson", {"expected_batch_size": 101}, "expected_batch_size=101 exceeds data.n=100"),
     ],
 )
-def test_policies_that_make_no_sense_are_refused(name, q, n, maximum, message):
+def test_policies_that_make_no_sense_are_refused(name, given, message):
     with pytest.raises(ConfigError, match=message):
-        make_policy(name, q, n, maximum)
+        POLICIES[name](**given, steps=1).resolve(100)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +241,6 @@ def test_a_sample_with_a_record_twice_or_an_index_out_of_range_is_refused(sample
         def draw(self, size, stream):
             return [sample]
 
-    run = RoundSampler(lambda t: Mine(0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
-    with pytest.raises(ConfigError, match=r"sampling\.policy: Mine\.draw gave a sample .*; give distinct indices"):
+    run = RoundSampler(lambda t: Mine(sampling_rate=0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
+    with pytest.raises(ConfigError, match=r"sampling: Mine\.draw gave a sample .*; give distinct indices"):
         next(iter(run))

@@ -25,7 +25,6 @@ from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
     Round,
-    SamplingEvent,
     SumQueryEvent,
     concatenate,
     read_ledger,
@@ -34,6 +33,7 @@ from dpexp.accounting.ledger import (
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.accounting.risk import Epsilon
+from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
 from dpexp.tracking.data_budget import budget_used, lock_of, reserved
 from dpexp.tracking.job_folder import RESERVED_LEDGER
@@ -151,7 +151,7 @@ def test_who_runs_or_has_reserved_a_plan_may_have_shown_a_result(run_on, ask):
 
 
 def test_what_costs_next_to_nothing_has_shown_a_result_too(run_on, ask):
-    event = SamplingEvent("poisson", 1e-12, 1000)
+    event = sampling_event("poisson", 1e-12, 1000)
     nothing = Ledger("add_remove", {Round(event, (SumQueryEvent("all", 1.0, 1e8),)): 1})
     assert rho(nothing, budget(SMALL).order) == 0
     output = run_on(z=1e8, count=1, planned=1)
@@ -416,7 +416,7 @@ def test_the_trials_of_a_sweep_are_counted_and_held_to_the_budget(dpexp_job, tmp
         (["data.id=d", KEPT, "privacy.adjacency=replace_one"], "sampling=poisson under adjacency=replace_one has no"),
         (["account", "data.id=d"], "does not exist, so there are no runs to read"),
         (["account", "data.id=d", "acountant=rdp"], "did you mean 'accountant'"),
-        (["account", "data.id=d", "accountant=gdp"], "an approximation, no bound"),
+        (["account", "data.id=d", "accountant=gdp"], "gdp is gone: its ε was an approximation"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):

@@ -19,13 +19,13 @@ from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
     Round,
-    SamplingEvent,
     SumQueryEvent,
     ledger_so_far,
     read_ledger,
     write_ledger,
 )
 from dpexp.accounting.risk import FIGURES
+from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.round import PrivateRound
 from dpexp.reporting import terminal
@@ -136,7 +136,7 @@ def test_a_run_that_loses_its_ledger_stops_and_says_how_many_rounds_count(
 
 
 def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, capsys, recwarn):
-    sampling, query = SamplingEvent("poisson", 0.1, 100), SumQueryEvent("all", 1.0, 4.0)
+    sampling, query = sampling_event("poisson", 0.1, 100), SumQueryEvent("all", 1.0, 4.0)
     early = Ledger("add_remove", {Round(sampling, (query,)): 3}, incomplete=True)
     write_ledger(tmp_path / "ledger.jsonl", early)
     terminal.print_interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")

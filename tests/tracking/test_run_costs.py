@@ -14,9 +14,10 @@ from dp_accounting import pld, rdp
 from filelock import FileLock
 from mlflow import MlflowClient
 
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, concatenate
+from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, concatenate
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.multiple_runs import budget, rho
+from dpexp.accounting.sampling import sampling_event
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import open_store
@@ -26,7 +27,7 @@ from dpexp.tracking.provenance import HOST
 from dpexp.tracking.run_costs import BUDGET, costs_in, distinct_runs, reserve
 
 FORK = multiprocessing.get_context("fork")
-Q, EVENT = 0.25, SamplingEvent("poisson", 0.25, 1000)
+Q, EVENT = 0.25, sampling_event("poisson", 0.25, 1000)
 
 
 def rounds(z, count, adjacency="add_remove"):

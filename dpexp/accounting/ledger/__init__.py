@@ -40,22 +40,19 @@ A reader refuses anything that it does not know or that is not consistent.
 
 from dpexp.accounting.ledger.events import (
     ADJACENCIES,
-    POLICIES,
     Ledger,
     OneTimeQueryEvent,
     Part,
     Query,
     Round,
-    SamplingEvent,
     SumQueryEvent,
     concatenate,
-    rate_in_part,
 )
 from dpexp.accounting.ledger.reader import contains_lines, incomplete_reason, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
 
 __all__ = [
-    "ADJACENCIES", "POLICIES", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
-    "Part", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
-    "incomplete_reason", "ledger_so_far", "rate_in_part", "read_ledger", "write_ledger",
+    "ADJACENCIES", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
+    "Part", "Query", "Round", "SumQueryEvent", "concatenate", "contains_lines",
+    "incomplete_reason", "ledger_so_far", "read_ledger", "write_ledger",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dpexp.accounting.sampling.policy import SamplingEvent
 from dpexp.errors import ConfigError
 
 LARGEST_Z = 1e8
@@ -56,95 +57,7 @@ def unit(record: Mapping[str, Any] | None) -> str:
     return f"unit of {record['k']} examples"
 
 
-POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all", "cyclic_poisson", "random_allocation")
 ADJACENCIES = ("add_remove", "replace_one", "replace_null")
-
-
-@dataclass(frozen=True)
-class SamplingEvent:
-    """A sample was drawn (paper, section 6).
-
-    Attributes:
-        policy: `poisson` (each record independently at rate q), `truncated_poisson` (a Poisson sample, then a random
-            subset of at most `maximum` records), `fixed_size` (q·n of n, without replacement), `shuffle` (one of
-            the disjoint samples of an epoch, of q·n records each; the last one may be smaller), `all`,
-            `cyclic_poisson` (records are assigned to `parts` partitions at random; round t samples from partition t mod
-            `parts`, each record independently at rate q·parts), or `random_allocation` (of an epoch's `num_steps`
-            rounds, each record draws for itself the `num_selected` in which it is).
-        q: the average rate at which a record is included.
-        n: the published number of records.
-        maximum: only for `truncated_poisson`: the largest sample.
-        epoch: only for `shuffle` and `random_allocation`: the first round, from 0, of the samples drawn together.
-        parts, block: only for `cyclic_poisson`: the number of partitions; and the first round, counted from 0, of those
-            that use the same partitions in turn, which is where a job was begun or resumed.
-        num_selected, num_steps: only for `random_allocation`: k of t, as in dp-accounting's `RandomAllocationDpEvent`.
-    """
-
-    policy: str
-    q: float
-    n: int
-    maximum: int | None = None
-    epoch: int | None = None
-    parts: int | None = None
-    block: int | None = None
-    num_selected: int | None = None
-    num_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"sampling policy {self.policy!r} is unknown; known: {', '.join(POLICIES)}.")
-        if not (is_number(self.q) and 0 < self.q <= 1):
-            raise ConfigError(f"sampling rate q={self.q} must lie in (0, 1].")
-        if not (is_integer(self.n) and self.n >= 1):
-            raise ConfigError(f"number of records n={self.n} must be an integer of at least 1.")
-        if self.policy == "all" and self.q != 1:
-            raise ConfigError(f"sampling policy all includes every record, so q={self.q} must be 1.")
-        if self.policy in ("fixed_size", "shuffle"):
-            batch = self.q * self.n
-            if round(batch) < 1 or not math.isclose(batch, round(batch), rel_tol=1e-9):
-                raise ConfigError(f"sampling policy {self.policy}: q·n={batch} must be a whole number of records.")
-        for name, (owners, least) in _OWN.items():
-            value = getattr(self, name)
-            if value is None and self.policy in owners:
-                raise ConfigError(f"sampling policy {self.policy} needs {name}.")
-            if value is not None and self.policy not in owners:
-                raise ConfigError(f"sampling policy {self.policy}: {name}={value} is only for {' and '.join(owners)}.")
-            if value is not None and not (is_integer(value) and value >= least):
-                raise ConfigError(f"sampling {name}={value} must be a whole number of at least {least}.")
-        if self.parts is not None:
-            rate_in_part(self.q, self.parts)
-        if self.num_selected is not None and self.num_steps is not None:
-            k, t = self.num_selected, self.num_steps
-            if k > t or not math.isclose(self.q, k / t, rel_tol=1e-9):
-                raise ConfigError(f"sampling rate q={self.q} must be {k}/{t} if each record is in {k} of {t} rounds.")
-
-    @property
-    def rate(self) -> float:
-        """The rate at which a record is included in a round in which it can be."""
-        return self.q if self.parts is None else rate_in_part(self.q, self.parts)
-
-
-# Attributes of some policies only: the policies and the smallest value.
-_OWN = {
-    "maximum": (("truncated_poisson",), 1), "epoch": (("shuffle", "random_allocation"), 0),
-    "parts": (("cyclic_poisson",), 1), "block": (("cyclic_poisson",), 0),
-    "num_selected": (("random_allocation",), 1), "num_steps": (("random_allocation",), 1),
-}  # fmt: skip
-
-
-def rate_in_part(q: float, parts: int) -> float:
-    """q·parts, the rate at which the records of the round's partition are sampled; 1 if it is 1 up to rounding.
-
-    Raises:
-        ConfigError: the rate is above 1.
-    """
-    rate = q * parts
-    if rate > 1 + 1e-9:
-        raise ConfigError(
-            f"sampling.partitions={parts} at q={q:.6g}: each record of a partition would be sampled at rate "
-            f"{rate:.6g}, which must be at most 1; choose at most {max(1, math.floor((1 + 1e-9) / q))} partitions."
-        )
-    return 1.0 if rate > 1 - 1e-9 else rate
 
 
 @dataclass(frozen=True)
@@ -233,10 +146,10 @@ class Round:
     queries: tuple[Query, ...]
 
     def __post_init__(self) -> None:
-        if self.one_time_query is not None and (len(self.queries) > 1 or self.sampling.policy != "all"):
+        if self.one_time_query is not None and (len(self.queries) > 1 or self.sampling.policy.name != "all"):
             raise ConfigError(
                 f"query {self.one_time_query.query!r} must be the only query of its round, and on all records; the "
-                f"round has {len(self.queries)} queries on a sample by {self.sampling.policy}."
+                f"round has {len(self.queries)} queries on a sample by {self.sampling.policy.name}."
             )
 
     @property
@@ -247,6 +160,12 @@ class Round:
     def bands(self) -> int:
         """The largest number of bands of any of its queries."""
         return max(len(query.bands or (1.0,)) if isinstance(query, SumQueryEvent) else 1 for query in self.queries)
+
+    @property
+    def correlation(self) -> tuple[tuple[str, tuple[float, ...]], ...]:
+        """The coefficients of noise that is correlated over rounds, by group; sorted."""
+        sums = (query for query in self.queries if isinstance(query, SumQueryEvent))
+        return tuple(sorted((query.group, query.bands) for query in sums if query.bands is not None))
 
     @property
     def noise_multiplier(self) -> float:
@@ -329,12 +248,11 @@ def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
     offset = 0
     for ledger in ledgers:
         for round_, count in ledger.rounds.items():
-            for name in ("epoch", "block"):  # those of different runs are unrelated
-                number = getattr(round_.sampling, name)
-                if number is not None:
-                    round_ = replace(round_, sampling=replace(round_.sampling, **{name: number + offset}))
+            first = round_.sampling.first
+            if first is not None:  # what different runs drew together is unrelated
+                round_ = replace(round_, sampling=replace(round_.sampling, first=first + offset))
             rounds[round_] += count
-        offset = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
+        offset = 1 + max((round_.sampling.first or 0 for round_ in rounds), default=0)
     return Ledger(
         ledgers[0].adjacency,
         dict(rounds),

@@ -53,9 +53,8 @@ class Chain:
         return self._object({"dpexp_ledger": VERSION, **facts, "format": FORMAT})
 
     def spec(self, round_: Round) -> bytes:
-        sampling = {key: value for key, value in asdict(round_.sampling).items() if value is not None}
         queries = [_facts(query) for query in round_.queries]
-        line = self._object({"spec": self.specs, "sampling": sampling, "queries": queries})
+        line = self._object({"spec": self.specs, "sampling": round_.sampling.facts(), "queries": queries})
         self.specs += 1
         return line
 

@@ -15,11 +15,11 @@ from dpexp.accounting.ledger.events import (
     Part,
     Query,
     Round,
-    SamplingEvent,
     SumQueryEvent,
     is_integer,
 )
 from dpexp.accounting.ledger.integrity import VERSION, Chain, end_of, missing, read_end
+from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
 
 NEWLINE, BRACE = b"\n{"
@@ -201,7 +201,7 @@ def _spec(where: str, entry: dict[str, Any]) -> Round:
     try:
         if not isinstance(entry["queries"], list) or not entry["queries"]:
             raise TypeError("queries must be a list of at least one")
-        return Round(SamplingEvent(**entry["sampling"]), tuple(_query(**query) for query in entry["queries"]))
+        return Round(sampling_event(**entry["sampling"]), tuple(_query(**query) for query in entry["queries"]))
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"{where} is not understood ({error}).") from error
     except ConfigError as error:

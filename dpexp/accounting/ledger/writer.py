@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from dpexp.accounting.ledger.events import Ledger, Part, Query, Round, SamplingEvent
+from dpexp.accounting.ledger.events import Ledger, Part, Query, Round
 from dpexp.accounting.ledger.integrity import Chain, end_of, write_end
 from dpexp.accounting.ledger.reader import contents
+from dpexp.accounting.sampling.policy import SamplingEvent
 from dpexp.errors import ConfigError
 
 try:
@@ -312,7 +313,7 @@ def _header(ledger: Ledger, planned: Iterable[SamplingEvent]) -> dict[str, objec
     header |= {"record": ledger.record} if ledger.record is not None else {}
     header |= {"part": asdict(ledger.part)} if ledger.part is not None else {}
     events = list(planned)
-    policies = {(event.policy, event.n, event.num_selected) for event in events}
+    policies = {(event.policy.name, event.n, getattr(event.policy, "num_selected", None)) for event in events}
     if len(policies) == 1:
         ((policy, n, selected),) = policies
         of_each = {} if selected is None else {"num_selected": selected}

@@ -201,7 +201,8 @@ def prove(
         set_random_state(device, state)
         return run(some, counted)
 
-    for row, change in ((0, _LARGE), (size // 2, _NAN), (size - 1, _ZERO)):
+    def prove_row(row: int, change: tuple[float, int]) -> None:
+        """In a function of its own, after which the sums of its runs, as large as all gradients, are freed."""
         unchanged = rows != row
         before = from_state(records, unchanged)
         again = before if device.type == "cpu" else from_state(records, unchanged)
@@ -212,16 +213,27 @@ def prove(
                 if not shift:
                     raise
                 after = from_state(_with_row(records, others, row, scale, 0), unchanged)
-            sums_used = zeroing or bool(before["finite"].all() & after["finite"].all())
-            for kind in dict.fromkeys(name.partition(":")[0] for name in before):
-                names = [name for name in before if name.partition(":")[0] == kind]
-                runs = before, after, again
-                if kind == "sum":
-                    values = [[found[name] + 0 for name in names] for found in runs]  # -0 + 0 = 0
-                else:
-                    values = [[found[name][unchanged] for name in names] for found in runs]
-                if (kind != "sum" or sums_used) and differ(*values):
-                    raise NotTraceable(f"a record's {kind} depends on another record of its batch")
+            _refuse_difference(before, after, again, unchanged, zeroing)
+            del after
+
+    for row, change in ((0, _LARGE), (size // 2, _NAN), (size - 1, _ZERO)):
+        prove_row(row, change)
+
+
+def _refuse_difference(
+    before: dict[str, Tensor], after: dict[str, Tensor], again: dict[str, Tensor], unchanged: Tensor, zeroing: bool
+) -> None:
+    """Raises NotTraceable if two runs differ in anything but the row that was changed; `again`: `before`, run again."""
+    sums_used = zeroing or bool(before["finite"].all() & after["finite"].all())
+    for kind in dict.fromkeys(name.partition(":")[0] for name in before):
+        names = [name for name in before if name.partition(":")[0] == kind]
+        runs = before, after, again
+        if kind == "sum":
+            values = [[found[name].add_(0) for name in names] for found in runs]  # -0 + 0 = 0
+        else:
+            values = [[found[name][unchanged] for name in names] for found in runs]
+        if (kind != "sum" or sums_used) and differ(*values):
+            raise NotTraceable(f"a record's {kind} depends on another record of its batch")
 
 
 # The factor of the replacing record, and what is added to its integers, which puts indices out of range.

@@ -10,8 +10,9 @@ from torch import nn
 from dpexp._lightning_compat import refuse_mixed
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.coverage import check_covered
-from dpexp.accounting.ledger import OneTimeQueryEvent
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
+from dpexp.accounting.sampling import CyclicPoisson, Policy, RandomAllocation
+from dpexp.accounting.sampling.policy import RatedPolicy, at_q
 from dpexp.errors import ConfigError, says_how_to_call
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
 from dpexp.privacy.plan.adaptive_clipping import adaptive_targets, count_release
@@ -28,12 +29,11 @@ from dpexp.privacy.plan.clipping import (
     options_by_group,
 )
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
-from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target
+from dpexp.privacy.plan.options import AUTO, Banded, Gaussian, Schedules, Target
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
-from dpexp.privacy.preprocessing_methods import preprocessing_of, queries
+from dpexp.privacy.preprocessing_methods import queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
-from dpexp.privacy.sampling.policies import CyclicPoisson, FullBatch, RandomAllocation
 from dpexp.privacy.sampling.privacy_unit import Example
 
 
@@ -76,11 +76,11 @@ def make_plan(
     module: nn.Module,
     *,
     n: int,
-    sampling: Sampling,
+    sampling: Policy,
     target: Target,
     clipping: Clipping | None = None,
     allocation: Allocation | None = None,
-    noise: Noise | None = None,
+    noise: Gaussian | None = None,
     schedules: Schedules | None = None,
     private_metrics: Mapping[str, Any] | None = None,
     privacy_unit: Example | None = None,
@@ -90,13 +90,10 @@ def make_plan(
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
 
-    A module without any, whose model is a query of its own (`LeastSquares`), has a plan of no rounds: its z is the
-    noise multiplier of that query, and sampling, clipping, allocation, noise, schedules and metrics have no meaning.
-
     Args:
         n: published number of training examples; users: of users, if `privacy_unit` is a `User`.
         target: the privacy target, for which z is calibrated; or z itself.
-        clipping: by default `Clipping()`; allocation: `Proportional()`; noise: `Noise()`; schedules: `Schedules()`.
+        clipping: by default `Clipping()`; allocation: `Proportional()`; noise: `Gaussian()`; schedules: `Schedules()`.
         private_metrics: values that are released in addition to gradients, by name (see
             `dpexp.privacy.private_metrics.metric_releases`).
         privacy_unit: by default `Example()`.
@@ -112,25 +109,23 @@ def make_plan(
     refuse_mixed("model", module)
     refuse_mixing_layers(module)
     clipping, allocation = clipping or Clipping(), allocation or Proportional()
-    noise, schedules, privacy_unit = noise or Noise(), schedules or Schedules(), privacy_unit or Example()
+    noise, schedules, privacy_unit = noise or Gaussian(), schedules or Schedules(), privacy_unit or Example()
     records = privacy_unit.num_records(n, users)
-    has_no_q = sampling.sampling_rate is sampling.expected_batch_size is None
+    has_no_q = isinstance(sampling, RatedPolicy) and sampling.sampling_rate is sampling.expected_batch_size is None
     if has_no_q and calibrate == "sampling_rate" and isinstance(allocation, Explicit) and allocation.sigma is None:
-        sampling = replace(sampling, sampling_rate=1.0)  # or any other: σ_g determines the noise at each q
+        sampling = at_q(sampling, 1.0)  # or any other: σ_g determines the noise at each q
     policy, rounds = sampling.resolve(n, records)
-    adjacency = check_covered(policy.name, adjacency, target.accountant)
+    adjacency = check_covered(type(policy), adjacency, target.accountant)
     target.check(calibrate, isinstance(allocation, Explicit))
     schedules.check(sampling, calibrate)
     privacy_target = _privacy_target(target)
-    noise.check(policy.name, calibrate, privacy_target is not None, sampling.partitions)
+    noise.check(policy, calibrate, privacy_target is not None)
     preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
     if preprocessing and privacy_unit != Example():
         raise ConfigError(
             f"{preprocessing[0].query}, which is released once, bounds what an example contributes, not a "
             f"{privacy_unit}; choose privacy_unit=example."
         )
-    if has_no_rounds(module):
-        return _without_rounds(preprocessing, records, adjacency, target, privacy_target, calibrate)
     if not trainable(module):
         raise ConfigError(
             "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
@@ -167,14 +162,14 @@ def make_plan(
 
     def with_bands(b: int) -> PrivacyPlan:
         c: tuple[float, ...] = (1.0,)
-        if noise.kind == "banded":
-            c = coefficients(str(noise.coefficients), b, rounds, noise.momentum or 0.0)
-        in_turn = replace(policy, partitions=sampling.partitions or b) if isinstance(policy, CyclicPoisson) else policy
+        if isinstance(noise, Banded):
+            c = coefficients(noise.coefficients, b, rounds, noise.momentum)
+        in_turn = replace(policy, partitions=policy.partitions or b) if isinstance(policy, CyclicPoisson) else policy
 
         def plan_at(z: float, q: float = policy.q, steps: int | None = None, scale: float = 1.0) -> PrivacyPlan:
             """The plan at a noise multiplier, sampling rate, number of rounds and scale of the clipping norms."""
-            groups, sampled = [], in_turn if q == policy.q else replace(in_turn, q=q)
-            steps = steps or sampling.rounds(sampled)
+            groups, sampled = [], in_turn if q == policy.q else at_q(in_turn, q)
+            steps = steps or sampling.length(sampled)
             for name, release in (gradients | metrics).items():
                 S, w = release.clipping.S * (scale if name in gradients else 1.0), release.budget_share
                 sigma, for_gradients = z * S / math.sqrt(w), (clip_rules[name], c) if name in gradients else ()
@@ -205,47 +200,11 @@ def make_plan(
         )  # fmt: skip
         return _checked(replace(at(solved.value), calibration=solved))
 
-    if noise.bands != AUTO:
-        return with_bands(int(noise.bands or sampling.partitions or 1))
-    tried = (with_bands(b) for b in candidates(policy.q, rounds, sampling.partitions))
-    beta = noise.momentum or 0.0
-    return least_error((plan.noise_multiplier * error(plan.bands, rounds, beta), plan) for plan in tried)
-
-
-def has_no_rounds(module: nn.Module) -> bool:
-    """Whether a module's model is a query that is answered once, so that there is nothing to train."""
-    released = next((step for step in preprocessing_of(module).values() if step.is_model), None)
-    if released is not None and trainable(module):
-        raise ConfigError(
-            f"model: {type(released).__name__} is released once, and {next(iter(trainable(module)))} is to be trained; "
-            "freeze all parameters, or choose another model."
-        )
-    return released is not None
-
-
-def _without_rounds(
-    queries: tuple[OneTimeQueryEvent, ...], n: int, adjacency: str, target: Target,
-    privacy_target: Epsilon | MaxAdvantage | MaxTpr | None, calibrate: str,
-) -> PrivacyPlan:  # fmt: skip
-    """The plan of queries on all records, of which the last has the noise multiplier z."""
-    if calibrate != "noise_multiplier":
-        raise ConfigError(
-            f"calibrate={calibrate} is about rounds of training, and the model has none; choose "
-            "calibrate=noise_multiplier."
-        )
-    target.check(calibrate, explicit=False)
-    *earlier, last = queries
-    assert isinstance(last, OneTimeQueryEvent)
-
-    def plan_at(z: float) -> PrivacyPlan:
-        released = (*earlier, replace(last, scale=z * last.S))
-        return PrivacyPlan(FullBatch(), n, 0, (), adjacency, preprocessing=released, delta=target.delta)
-
-    if target.noise_multiplier is not None:
-        return _checked(plan_at(target.noise_multiplier))
-    assert privacy_target is not None  # as Target.check requires
-    solved = solve(calibrate, lambda z: plan_at(z).ledger(), privacy_target, target.accountant, start=1.0)
-    return _checked(replace(plan_at(solved.value), calibration=solved))
+    if not isinstance(noise, Banded) or noise.bands != AUTO:
+        return with_bands(noise.bands)
+    partitions = policy.partitions if isinstance(policy, CyclicPoisson) else None
+    tried = (with_bands(b) for b in candidates(policy.q, rounds, partitions))
+    return least_error((plan.noise_multiplier * error(plan.bands, rounds, noise.momentum), plan) for plan in tried)
 
 
 def _privacy_target(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:

@@ -1,97 +1,21 @@
-"""The options of a plan that need no model: sampling, target, noise and schedules. Imports nothing slow.
+"""The options of a plan that need no model, besides the sampling policy: target, noise and schedules.
 
-Each is a dataclass with the names of a configuration's section; all but Target are its schema. It checks its own values
-when it is made; its `check` methods compare it with the other options. Errors name the configuration's key.
+Each is a dataclass with the names of a configuration's section. It checks its own values when it is made; its `check`
+methods compare it with the other options. Errors name the configuration's key. Imports nothing slow.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from dpexp.accounting.calibration import CALIBRATABLE, MOST_ROUNDS
+from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.coverage import check_delta, yaml_name
+from dpexp.accounting.sampling import CyclicPoisson, Policy
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer, says_how_to_call
 from dpexp.privacy.plan.schedules import Schedule, segments
-from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
 
-NOISES = ("gaussian", "banded")
 COEFFICIENTS = ("optimal", "sqrt")
 AUTO = "auto"
-
-
-@says_how_to_call
-@dataclass
-class Sampling:
-    """How samples are drawn, and for how many rounds.
-
-    Args:
-        policy: `poisson`, `truncated_poisson`, `fixed_size`, `shuffle`, `full_batch`, `cyclic_poisson`,
-            `random_allocation`; or the dotted name of your own `Policy` class.
-        sampling_rate: q in (0, 1]; or `expected_batch_size` = q·n, in examples. full_batch needs neither.
-        max_batch_size: of truncated_poisson, in records.
-        partitions: of cyclic_poisson; by default as many as the noise has bands.
-        num_selected: of random_allocation: in how many of an epoch's rounds a record is, by default 1.
-        steps: rounds T; or `epochs` E, for T = ⌈E/q⌉, also of a q that is solved for (⌈E k/q⌉ of random_allocation).
-
-    Raises:
-        ConfigError: a value is out of range, or neither or both of `steps` and `epochs` are given.
-    """
-
-    policy: str = "poisson"
-    sampling_rate: float | None = None
-    expected_batch_size: float | None = None
-    max_batch_size: int | None = None
-    partitions: int | None = None
-    num_selected: int | None = None
-    steps: int | None = None
-    epochs: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy == "full_batch" and self.sampling_rate is self.expected_batch_size is None:
-            self.sampling_rate = 1.0
-        exactly_one("sampling", steps=self.steps, epochs=self.epochs)
-        policy_class(self.policy)
-        if self.sampling_rate is not None:
-            check_rate(self.sampling_rate)
-        for name in ("expected_batch_size", "epochs"):
-            if getattr(self, name) is not None:
-                positive(f"sampling.{name}", getattr(self, name))
-        for name in ("max_batch_size", "partitions", "num_selected", "steps"):
-            if getattr(self, name) is not None:
-                positive_integer(f"sampling.{name}", getattr(self, name))
-
-    def resolve(self, n: int, records: int | None = None) -> tuple[Policy, int]:
-        """The policy and the number of rounds T.
-
-        Args:
-            n: published number of examples; records: of records, where a record is not one example.
-
-        Raises:
-            ConfigError: q is not given exactly once, or the values do not go with n, or with the policy.
-        """
-        exactly_one("sampling", sampling_rate=self.sampling_rate, expected_batch_size=self.expected_batch_size)
-        positive_integer("data.n", n)
-        q = self.sampling_rate
-        if self.expected_batch_size is not None:
-            if self.expected_batch_size > n:
-                raise ConfigError(
-                    f"sampling.expected_batch_size={self.expected_batch_size:g} exceeds data.n={n}, so q would exceed "
-                    "1; give at most data.n."
-                )
-            q = float(self.expected_batch_size) / n
-        assert q is not None  # as exactly_one requires
-        records = records or n
-        policy = make_policy(
-            self.policy, q, records, self.max_batch_size, n / records, self.partitions, self.num_selected
-        )
-        return policy, self.rounds(policy)
-
-    def rounds(self, policy: Policy) -> int:
-        """The number of rounds T, which for `epochs` follows from the policy's q."""
-        rounds = policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
-        if rounds > MOST_ROUNDS:
-            raise ConfigError(f"sampling.steps or sampling.epochs gives {rounds} rounds; at most 2^31 are possible.")
-        return rounds
 
 
 @says_how_to_call
@@ -182,60 +106,57 @@ def _check_tpr(rates: Mapping[float, float]) -> None:
 
 
 @says_how_to_call
-@dataclass
-class Noise:
-    """The noise mechanism.
+@dataclass(frozen=True)
+class Gaussian:
+    """Gaussian noise, independent in each round."""
+
+    bands = 1
+
+    def check(self, policy: Policy, calibrate: str, has_target: bool) -> None:
+        """Raises ConfigError: the noise does not go with the other options."""
+
+
+@says_how_to_call
+@dataclass(frozen=True)
+class Banded(Gaussian):
+    """Gaussian noise that is correlated over rounds (see `dpexp.privacy.noise.correlated`).
 
     Args:
-        kind: `gaussian`; or `banded`, correlated over rounds (see `dpexp.privacy.noise.correlated`), which takes the
-            other arguments.
         bands: b, or `auto`, the default, for the power of two with the least predicted error.
         coefficients: `optimal`, the default, for the workload; or `sqrt`, its square root, cut off after b.
         momentum: β of the optimizer, in [0, 1).
 
     Raises:
-        ConfigError: a value is out of range, or not an argument of this kind of noise.
+        ConfigError: a value is out of range.
     """
 
-    kind: str = "gaussian"
-    bands: Any = None
-    coefficients: str | None = None
-    momentum: float | None = None
+    bands: Any = AUTO
+    coefficients: str = "optimal"
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in NOISES:
-            raise ConfigError(f"noise={self.kind} is unknown; choose {' or '.join(NOISES)}.")
-        for key, default in {"bands": AUTO, "coefficients": "optimal", "momentum": 0.0}.items():
-            value = getattr(self, key)
-            if self.kind == "banded":
-                setattr(self, key, default if value is None else value)
-            elif value is not None:
-                raise ConfigError(f"noise.{key}={value} is an option of noise=banded, but noise={self.kind} is chosen.")
-        if self.kind != "banded":
-            return
         if self.bands != AUTO:
             positive_integer("noise.bands", self.bands, ", or auto")
         if self.coefficients not in COEFFICIENTS:
             raise ConfigError(f"noise.coefficients={self.coefficients} is unknown; known: {', '.join(COEFFICIENTS)}.")
         number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
-        if not (number and 0 <= self.momentum < 1):  # type: ignore[operator]
+        if not (number and 0 <= self.momentum < 1):
             raise ConfigError(f"noise.momentum={self.momentum} must lie in [0, 1).")
 
-    def check(self, policy: str, calibrate: str, has_target: bool, partitions: int | None = None) -> None:
-        """Raises ConfigError: banded noise does not go with the other options."""
-        if self.kind != "banded":
-            return
-        if policy != "cyclic_poisson" and self.bands != 1:
+    def check(self, policy: Policy, calibrate: str, has_target: bool) -> None:
+        """Raises ConfigError: the noise does not go with the other options."""
+        if not isinstance(policy, CyclicPoisson) and self.bands != 1:
             raise ConfigError(
                 f"noise=banded with noise.bands={self.bands} needs samples that keep the rounds of a record apart, and "
-                f"sampling={yaml_name(policy)} does not; choose sampling=cyclic_poisson."
+                f"sampling={yaml_name(policy.name)} does not; choose sampling=cyclic_poisson."
             )
         if self.bands == AUTO and (calibrate != "noise_multiplier" or not has_target):
             raise ConfigError(
                 "noise.bands=auto compares the noise that a target needs; give privacy.epsilon, max_advantage or "
                 "max_tpr_at_fpr with calibrate=noise_multiplier, or a number of bands."
             )
-        if partitions is not None and isinstance(self.bands, int) and self.bands > partitions:
+        partitions = policy.partitions if isinstance(policy, CyclicPoisson) else None
+        if partitions is not None and self.bands != AUTO and self.bands > partitions:
             raise ConfigError(
                 f"noise.bands={self.bands} must be at most sampling.partitions={partitions}, the distance between the "
                 "rounds of a record; without sampling.partitions there are as many partitions as bands."
@@ -268,23 +189,23 @@ class Schedules:
         """The schedule of so many rounds; raises ConfigError if a list does not have one number for each."""
         return Schedule(**{name: segments(f"schedule.{name}", spec, rounds) for name, spec in vars(self).items()})
 
-    def check(self, sampling: Sampling, calibrate: str) -> None:
+    def check(self, sampling: Policy, calibrate: str) -> None:
         """Raises ConfigError: the schedules do not go with the sampling policy, or with what is calibrated."""
-        policy = policy_class(sampling.policy).name
+        policy = yaml_name(sampling.name)
         given = [f"schedule.{name}={spec}" for name, spec in vars(self).items() if spec is not None]
-        if given and policy in ("cyclic_poisson", "random_allocation"):
+        if given and not sampling.has_schedules:
             raise ConfigError(f"{given[0]} is not supported with sampling={policy}; choose sampling=poisson.")
-        varies = policy in ("poisson", "truncated_poisson")
-        if self.q is not None and not varies:
-            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {yaml_name(policy)}'s q cannot vary.")
-        if calibrate.startswith("sampling_rate") and self.q is not None:
+        if self.q is not None and not sampling.rate_can_vary:
+            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {policy}'s q cannot vary.")
+        solves_rate = calibrate.startswith("sampling_rate")
+        if solves_rate and self.q is not None:
             raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
-        solves_rounds = calibrate == "steps" or (calibrate.startswith("sampling_rate") and sampling.steps is None)
+        solves_rounds = calibrate == "steps" or (solves_rate and sampling.steps is None)
         if solves_rounds and any(isinstance(spec, list) for spec in vars(self).values()):
             raise ConfigError(
                 f"calibrate={calibrate} cannot stretch a schedule that lists rounds; give linear or step."
             )
-        if calibrate.startswith("sampling_rate") and not varies:
+        if solves_rate and not sampling.rate_can_vary:
             raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
 
     def check_adaptive(self, calibrate: str) -> None:
@@ -293,3 +214,20 @@ class Schedules:
             raise ConfigError(f"schedule.S={self.S} and adaptive clipping norms both say how S varies; choose one.")
         if calibrate == "clip_norm":
             raise ConfigError("calibrate=clip_norm solves for a clipping norm that adapts; calibrate something else.")
+
+
+def Sampling(policy: str = "poisson", **options: Any) -> NoReturn:
+    """What 0.1 called sampling of any kind; each policy has a class of its own now."""
+    _say_new_call("Sampling", policy.title().replace("_", ""), options)
+
+
+def Noise(kind: str = "gaussian", **options: Any) -> NoReturn:
+    """What 0.1 called noise of any kind; each has a class of its own now."""
+    _say_new_call("Noise", kind.title(), options)
+
+
+def _say_new_call(old: str, new: str, options: Mapping[str, Any]) -> NoReturn:
+    given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    raise ConfigError(
+        f"{old}({given}) is {new}({given}) now, from dpexp import {new}; docs/upgrade.md says what changed."
+    )

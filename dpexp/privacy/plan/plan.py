@@ -14,13 +14,13 @@ from dpexp.accounting.ledger import (
     OneTimeQueryEvent,
     Part,
     Round,
-    SamplingEvent,
     SumQueryEvent,
 )
+from dpexp.accounting.sampling import FullBatch, Policy, RandomAllocation, SamplingEvent, event_of
+from dpexp.accounting.sampling.policy import at_q
 from dpexp.privacy.plan.clipping import Abadi, ClipRule, describe
 from dpexp.privacy.plan.groups import Vector
 from dpexp.privacy.plan.schedules import Multipliers, Schedule
-from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Example
 
 _SHOWN = 8  # groups, in a table
@@ -107,7 +107,7 @@ class PrivacyPlan:
         schedule: multipliers of z, q and S_g in each round; `sampling` and `groups` do not include them.
         adaptive: the targets of adaptive clipping norms, if any; `groups` has the norms of the first round.
         calibration: the value that was calibrated, if one was.
-        preprocessing: the queries over all records before the first round; without rounds, the last is the model.
+        preprocessing: the queries over all records before the first round.
         privacy_unit: what a record is.
         delta: the δ at which ε is stated, if one was given.
         part: the only records of the data set that are used; None: all.
@@ -134,10 +134,7 @@ class PrivacyPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4) of a round that releases all groups, before the schedule;
-        without rounds, of the last query."""
-        if not self.rounds and isinstance(last := self.preprocessing[-1], OneTimeQueryEvent):
-            return last.scale / last.S
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4) of a round that releases all groups, before the schedule."""
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
 
     @property
@@ -181,14 +178,16 @@ class PrivacyPlan:
         per_epoch = self.sampling.rounds_per_epoch
         rounds: Counter[Round] = Counter()
         for event in () if since else self.preprocessing:
-            rounds[Round(SamplingEvent("all", 1.0, self.n), (event,))] += 1
+            rounds[Round(event_of(FullBatch(), self.n), (event,))] += 1
         for start, count in self.schedule.segments(self.rounds, (*self._breaks, since)):
             if start < since:
                 continue
             epoch = start - start % per_epoch if isinstance(per_epoch, int) else since
             for t, times in self._equal_rounds(start, count):
                 now = self.at_round(t)
-                rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query for group in now.groups))] += times
+                rounds[Round(event_of(now.sampling, self.n, epoch), tuple(group.query for group in now.groups))] += (
+                    times
+                )
         return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header(), part=self.part)
 
     def resumed_at(self, completed: int, ledger: Ledger) -> int:
@@ -198,8 +197,8 @@ class PrivacyPlan:
         Under random allocation a resumed job cannot go on with an epoch, whose allocation was not kept and which the
         ledger has charged. So it begins the next epoch that is not charged yet, and never charges more than planned.
         """
-        sampled = {(round_.sampling.policy, round_.sampling.epoch) for round_ in ledger.rounds}
-        charged = sum(policy == "random_allocation" for policy, _ in sampled)
+        events = (round_.sampling for round_ in ledger.rounds)
+        charged = len({event.first for event in events if isinstance(event.policy, RandomAllocation)})
         return max(completed, min(charged * int(self.sampling.rounds_per_epoch), self.rounds))
 
     @cached_property
@@ -225,7 +224,7 @@ class PrivacyPlan:
     def sampling_events(self) -> tuple[SamplingEvent, ...]:
         """The events of the rounds, up to their epochs."""
         starts = [start for start, _ in self.schedule.segments(self.rounds, self._breaks)]
-        return tuple(self.at_round(start).sampling.event(self.n, 0) for start in starts)
+        return tuple(event_of(self.at_round(start).sampling, self.n, 0) for start in starts)
 
 
 @lru_cache(maxsize=256)
@@ -237,7 +236,7 @@ def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...], samplin
     scales = [1.0 if group.is_metric else by.S for group in released]
     return replace(
         plan,
-        sampling=sampling if by.q == 1 else replace(sampling, q=sampling.q * by.q),
+        sampling=sampling if by.q == 1 else at_q(sampling, sampling.q * by.q),
         groups=tuple(
             replace(group, S=group.S * scale, sigma=group.sigma * scale * by.z, every_n_rounds=1)
             for group, scale in zip(released, scales, strict=True)

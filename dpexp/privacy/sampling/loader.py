@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.dataloader import default_collate
 
+from dpexp.accounting.sampling import Policy
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, reseed
@@ -34,7 +35,6 @@ from dpexp.privacy.sampling.fetching import (
     sampled_dataset,
 )
 from dpexp.privacy.sampling.padding import PaddedCollation
-from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Units
 from dpexp.privacy.training_memory import Memory, tensors_of
 
@@ -76,7 +76,7 @@ class ChunkPosition:
 
     Attributes:
         first, last: of the round's chunks in this process.
-        epoch: see `Policy.event`; round: counted from 0.
+        epoch: the first round of the samples that were drawn together; round: counted from 0.
         digest: of the whole sample, where several processes share it.
     """
 
@@ -92,7 +92,7 @@ def _checked(samples: list[list[int]], policy: Policy, size: int) -> list[list[i
     for sample in samples:
         if len({*sample}) < len(sample) or (sample and not 0 <= min(sample) <= max(sample) < size):
             raise ConfigError(
-                f"sampling.policy: {type(policy).__name__}.draw gave a sample with a record twice, or an index outside "
+                f"sampling: {type(policy).__name__}.draw gave a sample with a record twice, or an index outside "
                 f"0 to {size - 1}; give distinct indices."
             )
     return samples

@@ -1,0 +1,36 @@
+"""Samples of all records."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dpexp.accounting.sampling.policy import (
+    ALL_ACCOUNTANTS,
+    Policy,
+    RandomNumbers,
+    Release,
+    Released,
+    poisson_release,
+)
+from dpexp.errors import says_how_to_call
+
+
+@says_how_to_call
+@dataclass(frozen=True, kw_only=True)
+class FullBatch(Policy):
+    """Every record, every round."""
+
+    name = "all"
+    covers = dict.fromkeys(("add_remove", "replace_one", "replace_null"), ALL_ACCOUNTANTS)
+    needs_exact_n = False
+
+    @property
+    def q(self) -> float:
+        return 1.0
+
+    def draw(self, size: int, stream: RandomNumbers) -> list[list[int]]:
+        return [list(range(size))]
+
+    @classmethod
+    def releases(cls, rounds: Sequence[Released], adjacency: str) -> Iterator[tuple[Release, int]]:
+        for event, z, count, _ in rounds:
+            yield poisson_release(z, event.q, adjacency), count
