@@ -52,10 +52,10 @@ from dpexp.accounting.ledger.events import (
     rate_in_part,
 )
 from dpexp.accounting.ledger.reader import contains_lines, incomplete_reason, ledger_so_far, read_ledger
-from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
+from dpexp.accounting.ledger.writer import LedgerWriter, to_continue, write_ledger
 
 __all__ = [
     "ADJACENCIES", "POLICIES", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
     "Part", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
-    "incomplete_reason", "ledger_so_far", "rate_in_part", "read_ledger", "write_ledger",
+    "incomplete_reason", "ledger_so_far", "rate_in_part", "read_ledger", "to_continue", "write_ledger",
 ]  # fmt: skip
