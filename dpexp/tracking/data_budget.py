@@ -309,12 +309,11 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> tuple[f
                 "and say why."
             )
     ledgers = [run.ledger for run in costs if run.ledger]
-    check_same(ledgers, f"data.id={data_id}: runs", "composed")
+    sets = runs_of_one_record(ledgers)
     try:
         spent_by = [rho(ledger, kept.order) for ledger in ledgers]
     except ConfigError as error:
         raise ConfigError(f"data.id={data_id}: {error}") from error
-    sets = runs_of_one_record(ledgers)
     spent, count = max((math.fsum(spent_by[k] for k in one), len(one)) for one in sets)
     runs = "1 run" if count == 1 else f"{count} runs"
     if count < len(ledgers):

@@ -24,8 +24,10 @@ from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 from dpexp.tracking import data_budget
+from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in, lock_of
 from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER
+from dpexp.tracking.run import _earlier
 
 __all__ = ["run_on", "store"]  # fixtures
 pytestmark = pytest.mark.usefixtures("bare")
@@ -139,13 +141,19 @@ def test_a_job_is_resumed_if_what_it_did_and_still_does_fits(run_on, ask):
     ask(rounds(60.0, full), earlier=output)
     with pytest.raises(ConfigError, match=r"asks for .* so it cannot go on"):
         ask(rounds(60.0, full + 1), earlier=output)  # a round that is done again
-    copy = output.with_name(f"{output.name} copy")
-    shutil.copytree(output, copy)
-    with pytest.raises(ConfigError, match="by 1 run"):
-        ask(rounds(60.0, full))  # a copy is another run
     run_on(z=60.0, count=1, planned=1)  # another takes some meanwhile
     with pytest.raises(ConfigError, match="is spent or reserved by 1 run"):
         ask(rounds(60.0, full), earlier=output)
+
+
+def test_a_copy_of_a_jobs_folder_is_not_resumed_as_the_job(run_on):
+    output = run_on(count=3)
+    copy = output.with_name(f"{output.name} copy")
+    shutil.copytree(output, copy)
+    run_on.client.set_tag(run_on.id(output), OUTPUT, str(output))
+    assert _earlier(run_on.client, output).info.run_id == run_on.id(output) and _earlier(run_on.client, copy) is None
+    shutil.rmtree(output)  # or another machine
+    assert _earlier(run_on.client, copy).info.run_id == run_on.id(copy)
 
 
 # Jobs
