@@ -257,6 +257,7 @@ def test_a_killed_job_counts_as_its_plan_until_it_is_resumed(tmp_path, monkeypat
         main()
     assert [len(cost.ledger) for cost in costs_in(uri, "digits")] == [4]
     (folder / LEDGER).write_bytes((backup / LEDGER).read_bytes())
+    monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
     (run,) = store_of(tmp_path).search_runs(["1"])
     may_change = {"dpexp.pid", COUNTS_AS, "mlflow.note.content", *(t for t in run.data.tags if "resumed" in t)}
