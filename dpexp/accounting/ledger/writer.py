@@ -118,7 +118,7 @@ class LedgerWriter:
             raise
 
     def _continue(self, position: Mapping[str, Any] | None) -> None:
-        before = to_continue(self.path, position)
+        before = to_continue(self.path)
         planned = self._header.get("sampling")
         found = before.header.get("sampling") if planned else planned
         begun = before.ledger.adjacency, found, before.ledger.record, before.ledger.part
@@ -133,6 +133,7 @@ class LedgerWriter:
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
                 f"({self._not_private_reason}), which no reader would learn; begin a new run."
             )
+        _check_position(self.path, before, position)
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
         self._chain, self._closed = before.chain, not before.ledger.incomplete
@@ -287,13 +288,17 @@ def to_continue(path: Path, position: Mapping[str, Any] | None = None) -> Conten
             f"ledger={path} has lost lines ({before.ledger.lost}); replace it with a complete copy, such as its run's "
             "artifact in MLflow."
         )
+    _check_position(path, before, position)
+    return before
+
+
+def _check_position(path: Path, before: Contents, position: Mapping[str, Any] | None) -> None:
     written = path.read_bytes()[: before.chain.size]
     if position is not None and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
         raise ConfigError(
             f"ledger={path} does not begin with the rounds that the checkpoint's run had written by then, so it is "
             "another run's or was changed since; resume with the ledger of the run that made the checkpoint."
         )
-    return before
 
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
