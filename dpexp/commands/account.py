@@ -179,19 +179,17 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         arguments: sources and options, as on the command line.
 
     Returns:
-        `composed`: ε of the plain composition. With a budget, `spent` and `limit`: ρ and B of its Rényi filter; and
-        `whole`: ε by pld of the whole plan, if that rule admits the run. `unknown`: the number of runs that these
-        figures do not include, because what they spent is unknown.
+        `composed`: ε of the plain composition. With a budget, `spent` and `limit`: ρ and B of its Rényi filter.
+        `unknown`: the number of runs that these figures do not include, because what they spent is unknown.
     """
-    from dpexp.tracking import run_costs
+    from dpexp.tracking.data_budget import cost_at, costs_in, distinct_runs
 
     cfg: DataSetOptions = read_options(DataSetOptions, [*filter(is_option, arguments)])
     coverage(cfg.accountant)  # refuses an unknown one
     stores = (cfg.uri or tracking_uri()).split(",")
-    costs = [cost for uri in stores for cost in run_costs.costs_in(uri, cfg.data.id)]
-    for path in (Path(argument) for argument in arguments if not is_option(argument)):
-        costs.append(run_costs.cost_of_job(path) if path.is_dir() else run_costs.cost_of_ledger(path))
-    costs = run_costs.distinct_runs(costs)
+    costs = [cost for uri in stores for cost in costs_in(uri, cfg.data.id)]
+    costs += [cost_at(Path(argument)) for argument in arguments if not is_option(argument)]
+    costs = distinct_runs(costs)
     if not costs:
         raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
     budgets = sorted({cost.budget for cost in costs if cost.budget is not None}, key=astuple)
@@ -206,24 +204,22 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(at, 4)}")
     for cost in costs:
         _print_run(cost, at, cfg.accountant)
-    for cost in costs:
-        if cost.ledger_missing:
-            console.print(f"[bold red]What {escape(cost.name)} spent is unknown[/]: {escape(cost.note)}.")
-        if cost.not_private_reason:
-            reason = escape(cost.not_private_reason)
-            console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
+    unknown = [cost for cost in costs if cost.ledger is None]
+    for cost in unknown:
+        console.print(f"[bold red]What {escape(cost.name)} spent is unknown[/]: {escape(cost.note)}.")
     known = [cost.ledger for cost in costs if cost.ledger]
-    unknown = sum(cost.ledger is None or cost.not_private_reason is not None for cost in costs)
     composed = max(epsilon(one, at, cfg.accountant) for one in _together(known)) if known else 0.0
     _say_parts(known)
-    total = f"at most {up(composed, 4)}" if any(cost.ledger_missing for cost in costs) else up(composed, 4)
+    total = up(composed, 4)
     if unknown:
-        total = f"more than {up(composed, 4)}, by an unknown amount"
+        total += " and an unknown amount more"
+    elif any(cost.note for cost in costs):
+        total = f"at most {total}"
     console.print(
         f"Plain composition by {cfg.accountant}: ε = {total}. It holds if the plan of each run had been fixed before "
         "the first was looked at."
     )
-    found = {"composed": composed, "unknown": float(unknown)}
+    found = {"composed": composed, "unknown": float(len(unknown))}
     if kept is None:
         console.print("No budget was kept: budget='{epsilon: 8, delta: 1e-5}' computes what would remain of one.")
         return found
@@ -240,16 +236,15 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
 def earlier_on_data(cfg: DictConfig) -> list[Ledger | None]:
     """The ledgers of all earlier runs on a job's `data.id`, as far as its tracking store knows them; None: of a run
     whose cost is unknown."""
-    if cfg.data.id is None or cfg.tracking.uri is None:
+    if cfg.tracking.uri is None:
         return []
-    from dpexp.tracking import run_costs
+    from dpexp.tracking.data_budget import costs_in
 
     try:
-        costs = run_costs.distinct_runs(run_costs.costs_in(cfg.tracking.uri, cfg.data.id))
+        costs = costs_in(cfg.tracking.uri, cfg.data.id)
     except ConfigError:  # there is no store yet; one that cannot be read is refused when the job's run starts
         return []
-    counted = [cost for cost in costs if cost.ledger is None or cost.ledger]
-    return [cost.ledger if cost.not_private_reason is None else None for cost in counted]
+    return [cost.ledger for cost in costs if cost.ledger is None or cost.ledger]
 
 
 def with_earlier(earlier: Sequence[Ledger | None], own: Ledger, delta: float) -> str:
@@ -279,33 +274,26 @@ def _print_run(cost: Any, at: float, accountant: str) -> None:
     else:
         rounds = str(cost.ledger.training_rounds)
         spent = up(epsilon(cost.ledger, at, accountant), 4) if cost.ledger.rounds else "0"
-        spent = f"unknown, at most {spent}" if cost.ledger_missing else spent
     note = f"({cost.note})" if cost.note else ""
-    shown = [cost.run_id, cost.user, cost.status.lower(), f"{rounds} rounds", f"ε = {spent}", cost.name, note]
+    shown = [cost.shown, f"{rounds} rounds", f"ε = {spent}", cost.name, note]
     console.print(escape("  ".join(filter(None, shown))), highlight=False)
 
 
 def _print_budget(kept: Budget, costs: Sequence[Any], data_id: str) -> dict[str, float]:
     from dpexp.tracking.data_budget import budget_used
 
-    counted = [cost for cost in costs if cost.ledger is not None and cost.not_private_reason is None]
-    used = budget_used(counted, kept, data_id)
+    counted = [cost for cost in costs if cost.ledger is not None]
+    spent, description = budget_used(counted, kept, data_id)
     if len(counted) < len(costs):
         console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.")
-    if used.whole is not None:
-        console.print(
-            f"Budget of {kept}: {used.description}. This holds because all of its rounds were fixed before the first "
-            "result on these data, if all runs on them are counted here."
-        )
-        return {"spent": used.spent, "limit": kept.limit, "whole": used.whole}
     verdict = (
         "The budget also holds if runs were planned after looking at earlier ones, provided that it was fixed before "
         "the first, and all of them are counted here."
-        if kept.holds(used.spent)
+        if kept.holds(spent)
         else "[bold red]It is overdrawn[/], so that it guarantees nothing."
     )
-    console.print(f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {used.description}. {verdict}")
-    return {"spent": used.spent, "limit": kept.limit}
+    console.print(f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {description}. {verdict}")
+    return {"spent": spent, "limit": kept.limit}
 
 
 # Choosing among the trials of a sweep

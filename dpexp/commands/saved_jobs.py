@@ -368,5 +368,11 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
 
 def rounds_done(checkpoint: Path) -> int:
     """The number of rounds that a job had done when the checkpoint was made."""
+    return int(privacy_state(checkpoint).get("completed", 0))
+
+
+def privacy_state(checkpoint: Path) -> dict[str, Any]:
+    """`PrivateTraining.state_dict` in a checkpoint; empty if the job is not private."""
     states = torch.load(checkpoint, map_location="cpu", weights_only=False, mmap=True)["callbacks"]
-    return next((int(state["completed"]) for key, state in states.items() if key == PrivacyCallback.__name__), 0)
+    found: dict[str, Any] = states.get(PrivacyCallback.__name__, {})
+    return found

@@ -17,11 +17,20 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import pl
-from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger, write_ledger
+from dpexp.accounting.ledger import Ledger, concatenate, read_ledger, to_continue, write_ledger
 from dpexp.commands import build, processes
 from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.result import check_objective, measure, objective, released_values, result_of
-from dpexp.commands.saved_jobs import CARD, CHECKPOINT, DISK_RESERVE, bare, check_resumable, rounds_done, save_model
+from dpexp.commands.saved_jobs import (
+    CARD,
+    CHECKPOINT,
+    DISK_RESERVE,
+    bare,
+    check_resumable,
+    privacy_state,
+    rounds_done,
+    save_model,
+)
 from dpexp.commands.trainer import callback_for, explained, trainer_for
 from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import check, reported, taken
@@ -30,7 +39,7 @@ from dpexp.privacy.distributed import Processes
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
-from dpexp.tracking.job_folder import CONFIGURATION, finished_result
+from dpexp.tracking.job_folder import CONFIGURATION, LEDGER, PLANNED_LEDGER, finished_result
 from dpexp.tracking.provenance import config_hash, without_passwords
 from dpexp.training.callbacks import HeldOut, Stop
 from dpexp.training.classifier import Classifier
@@ -105,10 +114,12 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     shown.tracking.update({name: text and without_passwords(text) for name, text in cfg.tracking.items()})
     (output / "config.yaml").write_text(OmegaConf.to_yaml(shown, resolve=True))
     plan = job.plan
-    reserved = _reserved_ledger(cfg, plan, output) if plan else None
-    others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
+    planned = _planned_ledger(cfg, plan, output) if plan else None
+    if planned is not None:
+        write_ledger(output / PLANNED_LEDGER, planned)
+    others = earlier_on_data(cfg) if plan and cfg.data.id is not None and not cfg.checkpoint.resume else []
     if trial is None:
-        _print_beginning(cfg, job, output, reserved, others)
+        _print_beginning(cfg, job, output, planned, others)
     else:
         said = "the clipped gradients and noise of a round take", "what training_step logs", "compiling the step"
         warnings.filterwarnings("ignore", "|".join((*said, "without privacy, training ends")))
@@ -118,7 +129,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         from dpexp.tracking.run import track
 
         names = build.accountants(cfg, plan) if plan else []
-        tracking = track(cfg, plan, output, names, reserved, lambda: stop.name)
+        tracking = track(cfg, plan, output, names, planned, lambda: stop.name)
     with tracking as tracked:
         if cfg.train:
             result = _train(cfg, job, output, tracked, stop, others)
@@ -155,17 +166,16 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
 
 
 def _print_beginning(
-    cfg: DictConfig, job: "_Job", output: Path, reserved: Ledger | None, others: Sequence[Ledger | None]
+    cfg: DictConfig, job: "_Job", output: Path, planned: Ledger | None, others: Sequence[Ledger | None]
 ) -> None:  # fmt: skip
     """Prints where a resumed job goes on, the plan, earlier runs on the same data, and what is trained."""
     plan, goes_on = job.plan, cfg.checkpoint.resume
     if plan and goes_on:
         done = rounds_done(output / CHECKPOINT)
-        terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), done, reserved)
+        terminal.print_resumed(plan, output, cfg.privacy.delta, reported(cfg), done, planned)
     terminal.print_plan(cfg, plan, [defaults_note(cfg, job.module, plan)])
     if plan and cfg.data.id is not None and not goes_on:
-        together = with_earlier(others, plan.ledger(), cfg.privacy.delta)
-        for line in _on_these_data(cfg, together):
+        for line in _on_these_data(cfg, with_earlier(others, plan.ledger(), cfg.privacy.delta)):
             terminal.console.print(line, soft_wrap=True, markup=False)
     terminal.print_trained_parameters(job.module)
 
@@ -266,12 +276,13 @@ def _unused(folder: Path) -> Path:
     return next(attempt for attempt in attempts if (attempt / CHECKPOINT).exists() or not taken(attempt))
 
 
-def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> Ledger:
+def _planned_ledger(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> Ledger:
     """The most that the job will have released at its end, with the rounds that a resumed job repeats."""
     if not cfg.checkpoint.resume:
         return plan.ledger()
-    before = ledger_so_far(output / "ledger.jsonl")
-    since = plan.resumed_at(rounds_done(output / CHECKPOINT), before)
+    state = privacy_state(output / CHECKPOINT)
+    before = to_continue(output / LEDGER, state.get("ledger")).ledger  # a wrong one is refused before its plan counts
+    since = plan.resumed_at(int(state.get("completed", 0)), before)
     return replace(concatenate([before, plan.ledger(since)]), incomplete=False)
 
 
@@ -293,15 +304,15 @@ def _train(
             terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
     finally:
-        path = output / "ledger.jsonl"
+        path = output / LEDGER
         if plan and privacy and cfg.data.id is not None and not privacy.ledger_opened and not path.exists():
-            with suppress(OSError):  # a missing ledger counts as all that the job may release
+            with suppress(OSError):  # without a ledger, the job counts as its plan
                 write_ledger(path, Ledger(plan.adjacency, {}))
     seconds = time.monotonic() - started
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
-    if ledger and (together := with_earlier(others, ledger, cfg.privacy.delta)):
+    if ledger and others and (together := with_earlier(others, ledger, cfg.privacy.delta)):
         result["all_runs"] = together
     if isinstance(module, Classifier) and (found := build.default_learning_rate(cfg, plan)):
         result["learning_rate"] = found["lr"]

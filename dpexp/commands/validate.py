@@ -17,7 +17,7 @@ from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, options_by
 from dpexp.errors import ConfigError, exactly_one
 from dpexp.privacy.plan.options import Gaussian, Schedules, Target
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
-from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN
+from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN
 
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
@@ -28,7 +28,7 @@ OF_ALL_DATA = (
     "data.id", "data.n", "data.users", "data.shape", "data.classes", "data.class_weights", "data.pad_to", "data.unsafe",
     "data.features_of", "data.cache", "data.module", "data.root",
 )  # fmt: skip
-OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED_LEDGER)
+OF_A_RUN = ("config.yaml", LEDGER, "result.json", "multirun.yaml", RUN, PLANNED_LEDGER)
 # Options of Lightning's Trainer that are refused -> what to give instead, or why
 _REFUSED = {
     ("max_epochs", "min_epochs", "max_steps", "min_steps"):

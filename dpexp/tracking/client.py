@@ -202,14 +202,16 @@ class Sender:
         """Logs a folder in MLflow's format as a model, and registers it under `name`, if given."""
         self._send(send_model, self._client, self._run_id, folder.resolve(), rounds, tags, name)
 
-    def close(self, status: str, patience: float) -> None:
-        """Sends the rest and then the status, for at most `patience` seconds."""
+    def close(self, status: str, patience: float) -> bool:
+        """Sends the rest and then the status, for at most `patience` seconds. Whether the server answered in time."""
         self._send_metrics()
         self._send(self._client.set_terminated, self._run_id, status)
-        if wait([self._last], patience).not_done:
+        answered = not wait([self._last], patience).not_done
+        if not answered:
             self.missed = self.missed or f"it did not answer within {patience:g} s"
         self._closed = True
         self._calls.put((Future(), int))
+        return answered
 
     def _send_metrics(self) -> None:
         for some in chunk_list(self._metrics, MAX_METRICS):

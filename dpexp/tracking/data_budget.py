@@ -1,73 +1,95 @@
-"""A privacy budget for all runs on one data set, also of jobs of a machine that start at once.
+"""What all runs on a named data set (`data.id`) have spent, and a budget that they keep together.
 
-A job reserves its whole plan when its run starts: under a lock it computes what all runs count as, is refused or writes
-its plan into its folder, and starts. The runs themselves are the only record.
+A run counts as one ledger among its artifacts, which its tag `dpexp.counts_as` names:
 
-One of two rules admits a job; the first job's plan decides which, before its first round:
+- `planned_ledger.jsonl`, the most that the job will have released at its end. The store has it, and the tag, before
+  the job's first round, and again before that of each resumption, then with the rounds that are done again.
+- `ledger.jsonl`, once the job has ended and closed it, and the store gives back what was sent.
 
-- *Whole plan.* No other run on these data has released anything or may be about to, and the job's plan exceeds the
-  Rényi filter. All of its rounds were fixed before the first result, so their composition by `pld` counts. Stopping
-  early may be a choice by a result, so the job counts as its whole plan for good. The filter then admits no later run:
-  continuing after a result by another rule could cost δ twice.
-- *Rényi filter*, over all rounds of all runs, in all other cases. It holds however runs are chosen; a sum of privacy
-  losses and the natural filter of f-DP do not (arXiv 2602.06756).
+So neither machines, folders nor processes need to be there to know what a run costs. A job that was killed outright, or
+whose server died, keeps its plan until it is resumed. If the artifact is missing or damaged, the cost is unknown.
+
+A budget admits a job by the Rényi filter over all rounds of all runs (`dpexp.accounting.multiple_runs`), under a lock:
+of jobs of a machine that start at once, each sees the plans of those before it.
 """
 
 import hashlib
 import json
 import math
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from getpass import getuser
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
+import yaml
 from mlflow import MlflowClient
+from mlflow.entities import Run, ViewType
+from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig
 from rich.console import Console
+from scipy.optimize import brentq
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, ledger_so_far
-from dpexp.accounting.ledger.events import check_same
+from dpexp.accounting.ledger import Ledger, SumQueryEvent, incomplete_reason
+from dpexp.accounting.ledger.events import Query, check_same
+from dpexp.accounting.ledger.integrity import end_of, read_end
+from dpexp.accounting.ledger.reader import contents
 from dpexp.accounting.multiple_runs import Budget, budget, rho, runs_of_one_record
-from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import database, locked
-from dpexp.tracking.job_folder import RESERVED_LEDGER
-from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, cost_of_run, is_run_of, reserve, runs_on
+from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN
+from dpexp.tracking.read import downloaded_files, existing, readable, search
+
+DATA_ID, BUDGET, COUNTS_AS = "dpexp.data_id", "dpexp.budget", "dpexp.counts_as"  # tags
+MOST_NOISE = 1e3  # times that of a plan: how far a like one that fits is looked for
 
 console = Console()
 
 
-def data_tags(cfg: DictConfig) -> dict[str, str]:
-    """Tags of a run on a named data set; none if the run only plans, which costs nothing."""
-    if cfg.data.id is None or not cfg.train:
-        return {}
-    kept = cfg.privacy.budget and budget(cfg.privacy.budget)
-    return {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
+# A job's own run
 
 
-@contextmanager
-def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output: Path) -> Iterator[None]:
-    """Reserves a job's plan while its run is created; no other run on the same data starts meanwhile on this machine.
+def start(
+    cfg: DictConfig, client: MlflowClient,
+    plan: Ledger | None, output: Path, earlier: Run | None, begin: Callable[[], str],
+) -> str:  # fmt: skip
+    """Starts a job's run on a named data set, if its budget has room, and returns the run's id.
+
+    From then on, the run counts as its plan.
 
     Args:
-        plan: the most that the job will have released at its end; None if it is not private.
+        plan: that in the job's folder; None if the job is not private.
+        earlier: the run of a resumed job.
+        begin: creates the run, or opens it again, and returns its id.
     """
-    if cfg.data.id is None:
-        yield
-        return
-    kept = cfg.privacy.budget and budget(cfg.privacy.budget)
+    kept = budget(cfg.privacy.budget) if cfg.privacy.budget else None
     with locked(lock_of(cfg.tracking.uri, cfg.data.id), f"the runs on data.id={cfg.data.id}"):
         if plan is not None and kept is not None:
-            _admit(cfg, client, kept, plan, output)
-        if plan is not None and cfg.train:
-            reserve(output, plan)
-        yield
+            _admit(cfg, kept, plan, earlier)
+        run_id = begin()
+        if not cfg.train:  # it only plans, which costs nothing
+            return run_id
+        tags = {BUDGET: json.dumps(asdict(kept))} if kept else {}
+        if plan is not None:
+            client.log_artifact(run_id, str(output / PLANNED_LEDGER))
+            tags[COUNTS_AS] = PLANNED_LEDGER
+        # The last tag makes it one of the data set's runs.
+        for tag, value in {**tags, DATA_ID: cfg.data.id}.items():
+            client.set_tag(run_id, tag, value)
+    return run_id
+
+
+def end(client: MlflowClient, uri: str, run_id: str, output: Path) -> None:
+    """Lets an ended run count as its ledger, if that is closed, and the store gives it back as it was sent."""
+    with suppress(ConfigError, MlflowException, OSError):
+        if _whole(output / LEDGER) == _artifact(uri, run_id, LEDGER):
+            client.set_tag(run_id, COUNTS_AS, LEDGER)
 
 
 def lock_of(uri: str, data_id: str) -> Path:
@@ -76,11 +98,146 @@ def lock_of(uri: str, data_id: str) -> Path:
     return base.with_name(f"{base.stem}.{hashlib.sha256(data_id.encode()).hexdigest()[:16]}.budget.lock")
 
 
-def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, output: Path) -> None:
-    """Says which rule admits a job, or refuses it."""
-    data_id, resumes = cfg.data.id, cfg.checkpoint.resume
-    found = runs_on(client, cfg.tracking.uri, data_id)
-    costs = [cost_of_run(client, run) for run in found if not (resumes and is_run_of(run, output))]
+# What runs cost
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a run counts as.
+
+    Attributes:
+        name: of the run, or its path.
+        identity: equal for the same run, wherever it was found.
+        shown: its id, user and status in the store.
+        delta: of its configuration.
+        budget: the one that it was held to, if any.
+        ledger: what it counts as; None: what it spent is unknown, or has no bound.
+        note: why it counts as its plan, or as nothing known; "" if it counts as its ledger.
+    """
+
+    name: str
+    identity: str
+    shown: str = ""
+    delta: float | None = None
+    budget: Budget | None = None
+    ledger: Ledger | None = None
+    note: str = ""
+
+
+def costs_in(uri: str, data_id: str) -> list[RunCost]:
+    """The costs of all runs of a store with that `data.id`, oldest first.
+
+    Runs of all experiments count, also deleted, failed, killed and running ones.
+    """
+    client = existing(uri)
+    with readable(uri):
+        experiments, token = [], None
+        while token != "":
+            page = client.search_experiments(view_type=ViewType.ALL, page_token=token)
+            experiments += [experiment.experiment_id for experiment in page]
+            token = page.token or ""
+        tagged = [*search(client, experiments, f"tags.`{DATA_ID}` LIKE '%'", ViewType.ALL)]
+    found = [run for run in tagged if run.data.tags[DATA_ID] == data_id]
+    return [_cost_of(uri, run) for run in sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))]
+
+
+def cost_at(path: Path) -> RunCost:
+    """The cost of the job in a folder, tracked or not, or of a ledger file."""
+    folder = path.parent if path.name == LEDGER else path
+    if not folder.is_dir():
+        return _counted(RunCost(str(path), str(path.resolve())), path.name, lambda: _whole(path))
+    configuration, run = folder / "config.yaml", folder / RUN
+    said = yaml.safe_load(configuration.read_text()) if configuration.exists() else None
+    privacy: dict[str, Any] = (said or {}).get("privacy", {})
+    delta, kept = privacy.get("delta"), privacy.get("budget")
+    known = RunCost(
+        str(path), run.read_text() if run.exists() else str(folder.resolve()), delta=float(delta) if delta else None,
+        budget=budget(kept) if kept else None,
+    )  # fmt: skip
+    if privacy.get("enabled") is False:
+        return replace(known, note=_not_private("trained without privacy"))
+    by_ledger = _counted(known, LEDGER, lambda: _whole(folder / LEDGER))
+    by_plan = _counted(known, PLANNED_LEDGER, lambda: _whole(folder / PLANNED_LEDGER))
+    return by_ledger if by_plan.ledger is None or by_ledger.ledger is not None else by_plan
+
+
+def distinct_runs(costs: Sequence[RunCost]) -> list[RunCost]:
+    """Each run once. One that was found in several places counts as the most that any of them says."""
+    found: dict[str, RunCost] = {}
+    for cost in costs:
+        before = found.setdefault(cost.identity, cost)
+        if before.ledger is not None and cost.ledger is not None:
+            most = Counter(before.ledger.rounds) | Counter(cost.ledger.rounds)  # of each kind
+            found[cost.identity] = replace(before, ledger=replace(before.ledger, rounds=dict(most)))
+        elif cost.ledger is None:
+            found[cost.identity] = replace(before, ledger=None, note=cost.note)
+    return [*found.values()]
+
+
+def _cost_of(uri: str, run: Run) -> RunCost:
+    tags, run_id, delta = run.data.tags, run.info.run_id, run.data.params.get("privacy.delta")
+    shown = "  ".join(filter(None, (run_id, tags.get("mlflow.user"), run.info.status.lower())))
+    known = RunCost(
+        run.info.run_name or run_id, run_id, shown, float(delta) if delta else None,
+        Budget(**json.loads(tags[BUDGET])) if BUDGET in tags else None,
+    )  # fmt: skip
+    private, counts_as = tags.get("dpexp.private", "yes"), tags.get(COUNTS_AS)
+    if private != "yes":
+        return replace(known, note=_not_private(private.removeprefix("no: ")))
+    if counts_as not in (LEDGER, PLANNED_LEDGER):
+        return replace(known, note=f"its tag {COUNTS_AS} names no ledger, as of an earlier version of dpexp")
+    return _counted(known, counts_as, lambda: _artifact(uri, run_id, counts_as))
+
+
+def _counted(known: RunCost, name: str, read: Callable[[], Ledger]) -> RunCost:
+    """The cost by a ledger of that name."""
+    by_plan = "it counts as its plan, as no ledger of its end is there"
+    try:
+        return replace(known, ledger=read(), note=by_plan if name == PLANNED_LEDGER else "")
+    except ConfigError as error:
+        return replace(known, note=str(error).removesuffix("."))
+
+
+def _artifact(uri: str, run_id: str, name: str) -> Ledger:
+    with downloaded_files(uri, run_id, [name, end_of(Path(name)).name]) as folder:
+        return _whole(folder / name)
+
+
+def _whole(path: Path) -> Ledger:
+    """A plan, or the ledger of a run that has ended.
+
+    Raises:
+        ConfigError: it is missing, damaged or not closed, may have lost its end, or is of a run that is not private.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no {path.name}")
+    try:
+        found = contents(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(path), path.name)) from error
+    ledger = found.ledger
+    if ledger.incomplete:
+        raise ConfigError(f"{path.name} ends early: {incomplete_reason(ledger)}")
+    if "run" in found.header and read_end(path) is None:
+        raise ConfigError(f"there is no {end_of(path).name} to show that {path.name} has not lost its end")
+    if ledger.not_private_reason is not None:
+        raise ConfigError(_not_private(ledger.not_private_reason))
+    return ledger
+
+
+def _not_private(reason: str) -> str:
+    return f"it is not private ({reason}), so that nothing bounds what it showed"
+
+
+# The budget
+
+
+def _admit(cfg: DictConfig, kept: Budget, plan: Ledger, earlier: Run | None) -> None:
+    """Refuses a job for which the budget has no room."""
+    data_id = cfg.data.id
+    costs = costs_in(cfg.tracking.uri, data_id)
+    if earlier is not None:
+        costs = [cost for cost in costs if cost.identity != earlier.info.run_id]
     for other in costs:
         if other.budget is not None and other.budget != kept:
             raise ConfigError(
@@ -88,106 +245,84 @@ def _admit(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, ou
                 f"data.id={data_id}, which is {other.budget} (order {other.budget.order:g}); a budget holds only if it "
                 "was fixed before the first run was looked at, so give that one."
             )
-    released = [cost.ledger for cost in costs if cost.ledger]
-    check_same([*released, plan], f"data.id={data_id}: runs", "composed")
-    costs = [
-        one
-        for one in costs  # all but private runs on other records than the plan's
-        if not one.ledger or one.not_private_reason or len(runs_of_one_record([one.ledger, plan])) == 1
-    ]
-    used = budget_used(costs, kept, data_id)
-    for run_cost in costs:
-        if run_cost.ledger_missing:
-            warnings.warn(f"data.id={data_id}: of the run {run_cost.name}, {run_cost.note}")
+    check_same([*[cost.ledger for cost in costs if cost.ledger], plan], f"data.id={data_id}: runs", "composed")
+    costs = [one for one in costs if not one.ledger or len(runs_of_one_record([one.ledger, plan])) == 1]
+    spent, description = budget_used(costs, kept, data_id)
     cost = rho(plan, kept.order)
-    worth = f"ε = {up(kept.gaussian(cost), 3)}"
-    first = ledger_so_far(output / RESERVED_LEDGER) if resumes else plan  # which was admitted, or would be
-    admitted = ""
-    if kept.holds(rho(first, kept.order)):
-        if kept.holds(used.spent + cost):
-            admitted = f"the Rényi filter over all rounds admits this job, whose plan takes {_percent(cost, kept)}; "
-            admitted += f"before it, {used.description}."
-    elif not any(cost.ledger for cost in costs):
-        planned = epsilon(plan, kept.delta)
-        worth = f"ε = {up(planned, 4)} by pld"
-        if not _repeats_allowed(first, plan):
-            worth += ", with rounds of several types done again, which its whole plan did not have"
-        elif planned <= kept.epsilon:
-            admitted = f"its whole plan admits this job, with {worth}, since no other run on its records has released "
-            admitted += "anything. It gives nothing back if it stops early, and no later run fits."
-    if not admitted:
+    asked = f"this job's plan asks for {_percent(cost, kept)}"
+    if not kept.holds(spent + cost):
+        fits = _epsilon_that_fits(plan, kept, kept.limit - spent, cfg.privacy.delta)
+        advice = f"a plan like it fits at privacy.epsilon={fits}" if fits else "no plan like it fits"
+        if earlier is not None:
+            advice = "so it cannot go on"
         raise ConfigError(
-            f"privacy.budget of {kept} for data.id={data_id}: {used.description}; this job's plan asks for "
-            f"{_percent(cost, kept)} ({worth}), so ask for less, or see "
+            f"privacy.budget of {kept} for data.id={data_id}: {description}; {asked} (ε = "
+            f"{up(epsilon(plan, cfg.privacy.delta), 4)} by pld); {advice}; see "
             f"python -m dpexp account {quote(f'data.id={data_id}')}."
         )
-    console.print(f"Budget of {kept} for data.id={data_id}: {admitted}", soft_wrap=True, markup=False)
+    console.print(
+        f"Budget of {kept} for data.id={data_id}: {description}; {asked}, and fits.", soft_wrap=True, markup=False
+    )
 
 
-def _repeats_allowed(admitted: Ledger, plan: Ledger) -> bool:
-    """Whether a resumed job only adds rounds of the one type that was admitted more than once.
+def _epsilon_that_fits(plan: Ledger, kept: Budget, left: float, delta: float) -> str | None:
+    """The largest ε of a plan with the same rounds and more noise that what is left has room for; None: there is none.
 
-    How many of those fit is a number that depends on no result (mechanisms that are totally ordered when composed:
-    arXiv 2602.15815). Which of several types to repeat may be chosen by a result.
-    """
-    before, now = releases(admitted), releases(plan)
-    more = {release for release, count in now.items() if count > before.get(release, 0)}
-    repeated = {release for release, count in before.items() if count > 1}
-    return not more or (len(repeated) == 1 and more <= repeated)
-
-
-@dataclass(frozen=True)
-class BudgetUse:
-    """What runs have used of a budget.
-
-    Attributes:
-        spent: ρ at the budget's order, of the runs' ledgers, and of the plans of runs that run or lost theirs.
-        whole: ε by pld of the only run's whole plan, if that plan keeps the budget and the filter does not.
-        description: the use and the remaining budget.
+    The noise of all queries grows by one factor.
     """
 
-    spent: float
-    whole: float | None
-    description: str
+    def excess(log_factor: float) -> float:
+        return rho(_noisier(plan, math.exp(log_factor)), kept.order) - left * (1 - 1e-6)
+
+    highest = math.log(MOST_NOISE)
+    if left <= 0 or not excess(0.0) > 0 >= excess(highest):
+        return None
+    found = _noisier(plan, math.exp(brentq(excess, 0.0, highest)))
+    return down(epsilon(found, delta), 3)
 
 
-def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetUse:
-    """What the runs have used of a budget: those that used one record, of all such sets of runs where the most is used.
-    Only one run in a set, whose whole plan was admitted, may use more than the filter has."""
+def _noisier(plan: Ledger, factor: float) -> Ledger:
+    def noisier(query: Query) -> Query:
+        if isinstance(query, SumQueryEvent):
+            return replace(query, sigma=factor * query.sigma)
+        return replace(query, scale=factor * query.scale)
+
+    rounds = {
+        replace(round_, queries=tuple(map(noisier, round_.queries))): count for round_, count in plan.rounds.items()
+    }
+    return replace(plan, rounds=rounds)
+
+
+def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> tuple[float, str]:
+    """ρ, at the budget's order, of what the runs have spent or plan, and a description of it and of what is left.
+
+    It is of those runs that used one record, of all such sets of runs where the most is used.
+
+    Raises:
+        ConfigError: the cost of a run is unknown, or the runs cannot be composed.
+    """
     for run in costs:
-        if run.not_private_reason is not None:
-            raise ConfigError(
-                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: the run {run.name} is not private "
-                f"({run.not_private_reason}), so that nothing bounds what it showed."
-            )
         if run.ledger is None:
             raise ConfigError(
                 f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {run.name} spent is "
-                f"unknown ({run.note}); bring back its ledger, or begin another data.id and say why."
+                f"unknown ({run.note}); bring back that artifact of the run {run.identity}, or begin another data.id "
+                "and say why."
             )
-    released = [(run, run.ledger) for run in costs if run.ledger]
-    check_same([ledger for _, ledger in released], f"data.id={data_id}: runs", "composed")
+    ledgers = [run.ledger for run in costs if run.ledger]
+    sets = runs_of_one_record(ledgers)
     try:
-        spent_by = [rho(ledger, kept.order) for _, ledger in released]
+        spent_by = [rho(ledger, kept.order) for ledger in ledgers]
     except ConfigError as error:
         raise ConfigError(f"data.id={data_id}: {error}") from error
-    found = []
-    for one in runs_of_one_record([ledger for _, ledger in released]):
-        spent, whole = math.fsum(spent_by[k] for k in one), None
-        if len(one) == 1 and released[one[0]][0].budget == kept and not kept.holds(spent):
-            planned = epsilon(released[one[0]][1], kept.delta)
-            whole = planned if planned <= kept.epsilon else None
-        found.append((whole is None and not kept.holds(spent), spent, whole, len(costs) - len(released) + len(one)))
-    _, spent, whole, count = max(found, key=lambda use: use[:2])
-    left, others = max(0.0, kept.limit - spent), " (others are on disjoint parts)" * (count < len(costs))
-    description = (
-        f"{_percent(spent, kept)} is spent or reserved by {count} run{'s' * (count != 1)}{others}, "
-        f"{down(100 * left / kept.limit, 3)} % is left, worth one Gaussian release of "
-        f"ε = {down(kept.gaussian(left), 4)}"
-        if whole is None
-        else f"the first run's whole plan takes it{others}, with ε = {up(whole, 4)} by pld, and nothing is left"
+    spent, count = max((math.fsum(spent_by[k] for k in one), len(one)) for one in sets)
+    runs = "1 run" if count == 1 else f"{count} runs"
+    if count < len(ledgers):
+        runs += " (others are on disjoint parts)"
+    left = max(0.0, kept.limit - spent)
+    return spent, (
+        f"{_percent(spent, kept)} is spent or reserved by {runs}, {down(100 * left / kept.limit, 3)} % is left, worth "
+        f"one Gaussian release of ε = {down(kept.gaussian(left), 4)}"
     )
-    return BudgetUse(spent, whole, description)
 
 
 def _percent(part: float, kept: Budget) -> str:

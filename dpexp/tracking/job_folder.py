@@ -1,4 +1,4 @@
-"""Files and lock of a job's folder: whether the job is running, and what it may release.
+"""Names of files in a job's folder, and its lock.
 
 Imports nothing slow.
 """
@@ -14,7 +14,8 @@ from filelock import FileLock, Timeout
 from dpexp.errors import ConfigError
 
 RUN = "mlflow_run_id"
-RESERVED_LEDGER = "reserved_ledger.jsonl"  # the most that the job will have released at its end
+LEDGER = "ledger.jsonl"
+PLANNED_LEDGER = "planned_ledger.jsonl"  # the most that the job will have released at its end
 CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 
@@ -22,7 +23,7 @@ _PATIENCE = 1.0  # seconds: longer than another process takes to look whether th
 @contextmanager
 def exclusive(output: Path) -> Iterator[None]:
     """Holds the lock of a job's folder: two processes that resume one job would write to the same run."""
-    lock = _lock(output)
+    lock = FileLock(output / f"{RUN}.lock")
     try:
         lock.acquire(timeout=_PATIENCE)
     except Timeout as error:
@@ -33,20 +34,6 @@ def exclusive(output: Path) -> Iterator[None]:
         lock.release()
 
 
-def is_running(output: Path) -> bool | None:
-    """Whether another process holds the lock of a job's folder; None if this user cannot find out."""
-    lock = _lock(output)
-    if not Path(lock.lock_file).exists():
-        return False
-    try:
-        with lock.acquire(blocking=False):
-            return False
-    except Timeout:
-        return True
-    except OSError:  # another user's, say
-        return None
-
-
 def finished_result(output: Path) -> dict[str, Any] | None:
     """The content of result.json, if the job in a folder has ended well."""
     try:
@@ -54,7 +41,3 @@ def finished_result(output: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return result if CONFIGURATION in result else None
-
-
-def _lock(output: Path) -> FileLock:
-    return FileLock(output / f"{RUN}.lock")

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, contains_lines, ledger_so_far, write_ledger
+from dpexp.accounting.ledger import Ledger, contains_lines, ledger_so_far
 from dpexp.config import replaced
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -37,8 +38,7 @@ from dpexp.tracking.client import (
     published_error,
     set_view,
 )
-from dpexp.tracking.data_budget import data_tags, reserved
-from dpexp.tracking.job_folder import RESERVED_LEDGER, RUN, exclusive
+from dpexp.tracking.job_folder import PLANNED_LEDGER, RUN, exclusive
 from dpexp.tracking.provenance import (
     choices,
     params,
@@ -50,7 +50,6 @@ from dpexp.tracking.provenance import (
     without_passwords,
 )
 from dpexp.tracking.registered_model import check_name, description
-from dpexp.tracking.run_costs import is_run_of
 
 
 class MetricsLogger(pl.loggers.logger.Logger):
@@ -100,7 +99,7 @@ class TrackedRun:
         plan: PrivacyPlan | None,
         output: Path,
         accountants: Sequence[str],
-        reservation: Ledger | None,
+        planned: Ledger | None,
     ) -> None:
         self._cfg, self._plan, self._accountants, self._output = cfg, plan, accountants, output
         uri = cfg.tracking.uri
@@ -109,25 +108,34 @@ class TrackedRun:
             check_name(client, cfg.register)
         try:
             end_dead_runs(client, experiment_id)
-            with reserved(cfg, client, reservation, output):
-                earlier = _reopened(client, output) if cfg.checkpoint.resume else None
-                run = earlier or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=run_name(cfg))
-                (output / RUN).write_text(run.info.run_id)
-                if (output / RESERVED_LEDGER).exists():
-                    client.log_artifact(run.info.run_id, str(output / RESERVED_LEDGER))
-                for tag, value in {OUTPUT: str(output.resolve()), **data_tags(cfg)}.items():  # from now on it counts
-                    client.set_tag(run.info.run_id, tag, value)
-            set_view(client, experiment_id)
-            source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
-            dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
-            client.log_inputs(run.info.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+            earlier = _earlier(client, output) if cfg.checkpoint.resume else None
+            begin = partial(self._begin, client, experiment_id, earlier)
+            if cfg.data.id is None:
+                self.run_id = begin()
+            else:
+                from dpexp.tracking import data_budget
+
+                self.run_id = data_budget.start(cfg, client, planned, output, earlier, begin)
         except (MlflowException, OSError) as error:
             raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
         self.resumed = earlier is not None
-        self.run_id: str = run.info.run_id
         self.address = address(uri, experiment_id)
-        self._sender = Sender(client, self.run_id)
+        self._client, self._sender = client, Sender(client, self.run_id)
         self.logger = MetricsLogger(self._sender.metrics)
+
+    def _begin(self, client: MlflowClient, experiment_id: str, earlier: Run | None) -> str:
+        """Creates the run, or opens the earlier one again; returns its id."""
+        cfg = self._cfg
+        if earlier is not None:
+            _reopen(client, earlier)
+        run = earlier or client.create_run(experiment_id, tags=tags(cfg, self._plan), run_name=run_name(cfg))
+        (self._output / RUN).write_text(run.info.run_id)
+        client.set_tag(run.info.run_id, OUTPUT, str(self._output.resolve()))
+        set_view(client, experiment_id)
+        source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
+        dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
+        client.log_inputs(run.info.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+        return run.info.run_id
 
     def _send_files(self, *names: str) -> None:
         """Sends those of the job's files that exist."""
@@ -144,7 +152,7 @@ class TrackedRun:
         if self._plan is not None:
             self._log_plan(self._plan)
         self._sender.text(self._output / "config.yaml")
-        self._send_files("overrides.yaml", "plan.json", "planned_ledger.jsonl")
+        self._send_files("overrides.yaml", "plan.json", PLANNED_LEDGER)
 
     def _log_plan(self, plan: PrivacyPlan) -> None:
         z, ledger = plan.noise_multiplier, plan.ledger()
@@ -155,7 +163,6 @@ class TrackedRun:
         self._sender.params({f"plan.{name}": f"{value:.6g}" for name, value in values.items()})
         described = asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}
         (self._output / "plan.json").write_text(json.dumps(described, indent=2))
-        write_ledger(self._output / "planned_ledger.jsonl", ledger)
         figures: dict[str, float] = {"noise_multiplier": z, "sampling_rate": plan.sampling.q, "rounds": plan.rounds}
         for event in plan.preprocessing:
             figure = "epsilon" if event.noise == "laplace" else "mu"
@@ -206,7 +213,11 @@ class TrackedRun:
         """Sends the rest and the status."""
         if reason is not None:
             self._sender.tags({ERROR: reason})
-        self._sender.close(status, patience=2.0 if status == "KILLED" else 20.0)
+        answered = self._sender.close(status, patience=2.0 if status == "KILLED" else 20.0)
+        if answered and self._cfg.data.id is not None:
+            from dpexp.tracking import data_budget
+
+            data_budget.end(self._client, self._cfg.tracking.uri, self.run_id, self._output)
         if self._sender.missed is not None:
             print_missed(self._sender.missed, self._output)
 
@@ -217,17 +228,17 @@ def track(
     plan: PrivacyPlan | None,
     output: Path,
     accountants: Sequence[str],
-    reservation: Ledger | None = None,
+    planned: Ledger | None = None,
     stopped_by: Callable[[], str] = lambda: "the keyboard",
 ) -> Iterator[TrackedRun]:
     """Tracks a job; its run ends FINISHED, FAILED, or, after an interrupt (Ctrl-C, SIGTERM), KILLED.
 
     Args:
-        reservation: the most that the job will have released at its end; None if it is not private.
+        planned: the most that the job will have released at its end; None if it is not private.
         stopped_by: names the signal that interrupted the job.
     """
     with exclusive(output):
-        run = TrackedRun(cfg, plan, output, accountants, reservation)
+        run = TrackedRun(cfg, plan, output, accountants, planned)
         status, reason = "FAILED", None
         try:
             if not run.resumed:
@@ -248,21 +259,25 @@ def track(
                 run.end(status, reason)
 
 
-def _reopened(client: MlflowClient, output: Path) -> Run | None:
+def _earlier(client: MlflowClient, output: Path) -> Run | None:
     """The run of the resumed job; None if it has none in this store, or the folder is a copy of another job's."""
     try:
         run = client.get_run((output / RUN).read_text())
-        if not is_run_of(run, output):
+        said = Path(run.data.tags.get(OUTPUT, output))
+        if said.exists() and not said.samefile(output):  # of a folder of another machine, nothing exists here
             return None
         _refuse_older_ledger(client, run.info.run_id, output / "ledger.jsonl")
-        client.update_run(run.info.run_id, status="RUNNING")
-        for tag, value in provenance_of_resume().items():
-            client.set_tag(run.info.run_id, tag, value)
-        if ERROR in run.data.tags:
-            client.delete_tag(run.info.run_id, ERROR)
     except (OSError, MlflowException):
         return None
     return run
+
+
+def _reopen(client: MlflowClient, run: Run) -> None:
+    client.update_run(run.info.run_id, status="RUNNING")
+    for tag, value in provenance_of_resume().items():
+        client.set_tag(run.info.run_id, tag, value)
+    if ERROR in run.data.tags:
+        client.delete_tag(run.info.run_id, ERROR)
 
 
 def _refuse_older_ledger(client: MlflowClient, run_id: str, ledger: Path) -> None:

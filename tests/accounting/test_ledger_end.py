@@ -7,7 +7,7 @@ from dpexp.accounting.ledger.integrity import end_of, read_end
 from dpexp.accounting.sampling import sampling_event
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.tracking.run_costs import cost_of_ledger
+from dpexp.tracking.data_budget import cost_at
 
 EVENT, QUERY = sampling_event("poisson", 0.01, 1000), SumQueryEvent("all", 1.0, 4.0)
 
@@ -49,7 +49,7 @@ def test_a_cut_at_an_earlier_closing_line_shows(resumed, capsys):
     assert "ends early, after 3 rounds: lines are missing" in printed(capsys)
     with pytest.raises(ConfigError, match=r"has lost lines .* replace it with a complete copy"):
         LedgerWriter(resumed, resume=True)
-    assert cost_of_ledger(resumed).ledger_missing and cost_of_ledger(resumed).ledger is None
+    assert cost_at(resumed).ledger is None
 
 
 def test_a_cut_anywhere_shows(resumed):

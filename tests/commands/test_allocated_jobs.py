@@ -9,7 +9,7 @@ from jobs import result_of
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.accounting.releases import releases
-from dpexp.tracking.job_folder import RESERVED_LEDGER
+from dpexp.tracking.job_folder import PLANNED_LEDGER
 from dpexp.training.models import logistic
 
 JOB = (
@@ -36,6 +36,6 @@ def test_a_killed_job_is_shorter_and_costs_what_was_planned(dpexp_job, forked, t
     ).ledger()  # fmt: skip
     assert len(plan) == 22 and sum(releases(plan).values()) == 5
     assert result["epsilon"]["pld"] == dpexp.epsilon(ledger, 1e-4) == dpexp.epsilon(plan, 1e-4)
-    assert dpexp.epsilon(read_ledger(folder / RESERVED_LEDGER), 1e-4) == dpexp.epsilon(plan, 1e-4)
+    assert dpexp.epsilon(read_ledger(folder / PLANNED_LEDGER), 1e-4) == dpexp.epsilon(plan, 1e-4)
     with pytest.raises(SystemExit, match="has finished; there is nothing to resume"):
         dpexp_job("resume", str(folder))

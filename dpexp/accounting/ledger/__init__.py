@@ -49,10 +49,10 @@ from dpexp.accounting.ledger.events import (
     concatenate,
 )
 from dpexp.accounting.ledger.reader import contains_lines, incomplete_reason, ledger_so_far, read_ledger
-from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
+from dpexp.accounting.ledger.writer import LedgerWriter, to_continue, write_ledger
 
 __all__ = [
     "ADJACENCIES", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
     "Part", "Query", "Round", "SumQueryEvent", "concatenate", "contains_lines",
-    "incomplete_reason", "ledger_so_far", "read_ledger", "write_ledger",
+    "incomplete_reason", "ledger_so_far", "read_ledger", "to_continue", "write_ledger",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from dpexp.accounting.ledger.events import Ledger, Part, Query, Round
 from dpexp.accounting.ledger.integrity import Chain, end_of, write_end
-from dpexp.accounting.ledger.reader import contents
+from dpexp.accounting.ledger.reader import Contents, contents
 from dpexp.accounting.sampling.policy import SamplingEvent
 from dpexp.errors import ConfigError
 
@@ -119,12 +119,7 @@ class LedgerWriter:
             raise
 
     def _continue(self, position: Mapping[str, Any] | None) -> None:
-        before = contents(self.path)
-        if before.ledger.lost is not None:
-            raise ConfigError(
-                f"ledger={self.path} has lost lines ({before.ledger.lost}); replace it with a complete copy, such as "
-                "its run's artifact in MLflow."
-            )
+        before = to_continue(self.path)
         planned = self._header.get("sampling")
         found = before.header.get("sampling") if planned else planned
         begun = before.ledger.adjacency, found, before.ledger.record, before.ledger.part
@@ -139,12 +134,7 @@ class LedgerWriter:
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
                 f"({self._not_private_reason}), which no reader would learn; begin a new run."
             )
-        written = self._content()[: before.chain.size]
-        if position is not None and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
-            raise ConfigError(
-                f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written by then, so "
-                "it is another run's or was changed since; resume with the ledger of the run that made the checkpoint."
-            )
+        _check_position(self.path, before, position)
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
         self._chain, self._closed = before.chain, not before.ledger.incomplete
@@ -282,6 +272,34 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
+
+
+def to_continue(path: Path, position: Mapping[str, Any] | None = None) -> Contents:
+    """The contents of a ledger that a run continues, if they are those of the run that made the checkpoint.
+
+    Args:
+        position: `LedgerWriter.position` in the checkpoint.
+
+    Raises:
+        ConfigError: it is damaged, has lost lines, or does not begin with the checkpoint's rounds.
+    """
+    before = contents(path)
+    if before.ledger.lost is not None:
+        raise ConfigError(
+            f"ledger={path} has lost lines ({before.ledger.lost}); replace it with a complete copy, such as its run's "
+            "artifact in MLflow."
+        )
+    _check_position(path, before, position)
+    return before
+
+
+def _check_position(path: Path, before: Contents, position: Mapping[str, Any] | None) -> None:
+    written = path.read_bytes()[: before.chain.size]
+    if position is not None and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
+        raise ConfigError(
+            f"ledger={path} does not begin with the rounds that the checkpoint's run had written by then, so it is "
+            "another run's or was changed since; resume with the ledger of the run that made the checkpoint."
+        )
 
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
