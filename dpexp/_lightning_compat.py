@@ -57,7 +57,7 @@ def validation_loader(trainer: pl.Trainer) -> Any:
 
 
 def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """The checkpoint that save_checkpoint would write, without waiting for other processes."""
+    """The checkpoint that save_checkpoint would write."""
     return trainer._checkpoint_connector.dump_checkpoint()
 
 

@@ -82,16 +82,17 @@ class Checkpoints(pl.Callback):
 
 
 def save(trainer: pl.Trainer, path: Path) -> None:
-    """Saves a checkpoint atomically."""
+    """Saves a checkpoint atomically. Does not wait for other processes: one may have been interrupted elsewhere."""
     partial = path.with_suffix(".part")
+    if not trainer.is_global_zero:
+        return
     try:
-        if trainer.world_size == 1:
-            trainer.save_checkpoint(partial)
-        elif trainer.is_global_zero:  # does not wait for the other processes: one may have been interrupted elsewhere
-            trainer.strategy.save_checkpoint(checkpoint_of(trainer), partial)
-        else:
-            return
+        with partial.open("wb") as file:  # Lightning would first hold all of it in memory
+            torch.save(checkpoint_of(trainer), file)
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(partial)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
