@@ -199,7 +199,10 @@ def _statement(path: Path, content: bytes, ledger: Ledger, delta: float) -> dict
                 "part_of_data": str(ledger.part) if ledger.part else None,
             },
             "releases": [_counted(replace(r, z=float(f"{r.z:.12g}")), count) for r, count in releases(ledger).items()],
-            "rounds": [_counted(round_, count) for round_, count in ledger.rounds.items()],
+            "rounds": [
+                {**_counted(round_, count), "sampling": round_.sampling.facts()}
+                for round_, count in ledger.rounds.items()
+            ],
         },
         "terms": TERMS,
         "made": {

@@ -241,7 +241,7 @@ BAD = {
     "data.n=${nowhere}": "data.n: there is no nowhere; give another value.",
     "clip_rule=global": "clip_rule.threshold must be given",
     "group._target_=nowhere.f": "group: nowhere.f cannot be made: No module named 'nowhere'.",
-    "sampling.policy=nowhere.P": "sampling.policy=nowhere.P cannot be imported: No module named 'nowhere'.",
+    "sampling._target_=nowhere.P": "sampling: nowhere.P cannot be made",
     "+model.inner={_target_:nowhere.f}": "model.inner={'_target_': 'nowhere.f'}: No module named 'nowhere'.",
     "optimizer=adam optimizer.betas=[0.9]": "betas=[0.9], optimizer.weight_decay=0.0: list index out of range",
     "optimizer=adam optimizer.betas=[0.9,0.9,0.9]": "weight_decay=0.0: too many values to unpack (expected 2)",

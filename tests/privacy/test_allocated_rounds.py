@@ -277,8 +277,6 @@ def test_epochs_whose_clipping_norm_adapts_cost_alike(tmp_path):
             {"private_metrics": {"train_loss": {"clip_norm": 1, "budget_share": 0.1, "every_n_rounds": 4}}},
             "train_loss.every_n_rounds=4 must be 1 with sampling=random_allocation",
         ),
-        ({"max_batch_size": 6}, "max_batch_size=6 is no option of sampling=random_allocation"),
-        ({"partitions": 2}, "partitions=2 is no option of sampling=random_allocation"),
         (
             {"adjacency": "replace_one"},
             "adjacency=replace_one cannot be claimed for sampling=random_allocation: its dominating",

@@ -35,7 +35,7 @@ JOB = (
 ONE_ROUND = (
     "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "sampling.steps=1", "sampling.epochs=null",
     "privacy.epsilon=null",
-    "sampling.expected_batch_size=null", "privacy.noise_multiplier=1e-6", "privacy.delta=1e-5", "privacy.noise_seed=1",
+    "~sampling.expected_batch_size", "privacy.noise_multiplier=1e-6", "privacy.delta=1e-5", "privacy.noise_seed=1",
     "tracking=none", "accountant=moments",
 )  # fmt: skip
 
