@@ -480,7 +480,7 @@ FAULTS = [
           "tags[COUNTS_AS] = LEDGER if earlier else PLANNED_LEDGER", "run_costs -k resumed"),
     fault("a run that is found twice counts as the least", BUDGET, "Counter(before.ledger.rounds) | Counter(",
           "Counter(before.ledger.rounds) & Counter(", "run_costs -k found_twice"),
-    fault("a copy of a folder is the run's", "tracking/run.py", "if said.exists() and not said.samefile(output):",
+    fault("a copy of a folder is the run's", "tracking/mirror.py", "if said.exists() and not said.samefile(output):",
           "if False:", "data_budget -k copy"),
     fault("a wrong ledger's plan is sent", "commands/train.py",
           'to_continue(output / LEDGER, state.get("ledger")).ledger', "read_ledger(output / LEDGER)",

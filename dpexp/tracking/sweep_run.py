@@ -17,6 +17,7 @@ from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, compact, summary, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
 from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, constants, end_dead_runs, open_store, set_view
+from dpexp.tracking.job_folder import write_json
 from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume, valid_name
 from dpexp.tracking.read import downloaded_run, search, trials
 
@@ -57,9 +58,7 @@ class SweepRun:
         """Stores facts for the next start of the same sweep."""
         self.facts |= facts
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = self._file.with_suffix(".part")
-        partial_file.write_text(json.dumps(self.facts))
-        partial_file.replace(self._file)
+        write_json(self._file, self.facts)
 
     def trials(self) -> DataFrame:
         """The trials, each once: of several starts the one that finished, else the last."""
