@@ -66,6 +66,12 @@ It takes the overrides of a job. `python -m dpexp FILE.yaml [OVERRIDE ...]` runs
 
 RUN is a job's folder or an MLflow run id. Options:
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    "mirror": """\
+`python -m dpexp mirror FOLDER` sends MLflow what the run of a job lacks.
+
+FOLDER is that of a job that has ended, or was killed, while its server was away, or in the middle of a request. What
+the run has is not sent again; a store without the run gets all of it. Options:
+    uri=…             the store; default: that of the job""",
     "predict": """\
 `python -m dpexp predict RUN FILE` lets a trained model predict.
 

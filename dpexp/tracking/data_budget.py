@@ -64,7 +64,7 @@ def start(
     From then on, the run counts as its plan.
 
     Args:
-        plan: that in the job's folder; None if the job is not private.
+        plan: that in the job's folder; None if nothing is asked of the budget: the job is not private, or has run.
         earlier: the run of a resumed job.
         begin: creates the run, or opens it again, and returns its id.
     """
@@ -76,7 +76,7 @@ def start(
         if not cfg.train:  # it only plans, which costs nothing
             return run_id
         tags = {BUDGET: json.dumps(asdict(kept))} if kept else {}
-        if plan is not None:
+        if (output / PLANNED_LEDGER).exists():
             client.log_artifact(run_id, str(output / PLANNED_LEDGER))
             tags[COUNTS_AS] = PLANNED_LEDGER
         # The last tag makes it one of the data set's runs.

@@ -19,10 +19,11 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils import chunk_list
+from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.ledger import contains_lines
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import ERROR, MAX_METRICS, MAX_PARAMS, OUTPUT, one_line, set_view
+from dpexp.tracking.client import ERROR, MAX_METRICS, MAX_PARAMS, OUTPUT, one_line, open_store, set_view
 from dpexp.tracking.job_folder import (
     LEDGER,
     METRICS,
@@ -30,6 +31,8 @@ from dpexp.tracking.job_folder import (
     RUN,
     SENT,
     STATUS,
+    ended,
+    exclusive,
     read_json,
     write_json,
 )
@@ -61,7 +64,7 @@ class Record:
             file.write(json.dumps(row) + "\n")
 
     def add(self, *files: str, tags: Mapping[str, str] | None = None, **facts: Any) -> None:
-        """Adds the names of files that are closed, tags, and other facts."""
+        """Adds the names of closed files, tags, and other facts; a mirror with the same `facts` has them, too."""
         self._facts |= facts | {"files": [*self._facts["files"], *files], "tags": self._facts["tags"] | (tags or {})}
         write_json(self.folder / RECORD, self._facts)
 
@@ -81,8 +84,8 @@ class Mirror:
     twice is there once.
     """
 
-    def __init__(self, client: MlflowClient, run_id: str, folder: Path) -> None:
-        self._client, self._folder, self._run_id = client, folder, run_id
+    def __init__(self, client: MlflowClient, run_id: str, folder: Path, facts: Mapping[str, Any]) -> None:
+        self._client, self._run_id, self._folder, self._facts = client, run_id, folder, facts
         run = client.get_run(run_id)
         self._tags, self._params, self._status = run.data.tags, run.data.params, run.info.status
         sent = read_json(folder / SENT)
@@ -125,14 +128,14 @@ class Mirror:
             self.missed = self.missed or one_line(error)
 
     def _push(self, end: Mapping[str, Any]) -> None:
-        facts = read_json(self._folder / RECORD)
+        facts = self._facts
         tags = facts["tags"] | ({ERROR: end["reason"]} if end.get("reason") else {})
         self._push_texts("tags", RunTag, tags, self._tags)
         self._push_texts("params", Param, facts["params"], self._params)
-        self._push_metrics(facts["start"])
+        self._push_metrics()
         first = [LEDGER, "ledger.end.json"] if end else []  # in this order: a ledger may have gone on after its end
         for path in (self._folder / name for name in (*first, *facts["files"])):
-            if path.exists() and self._files.get(path.name) != _version(path) and self._sends_file(path, facts):
+            if path.exists() and self._files.get(path.name) != _version(path) and self._sends_file(path):
                 self._files[path.name] = _version(path)
                 self._keep()
         if end and end["status"] != self._status and self._sends("set_terminated", end["status"], end.get("time")):
@@ -144,11 +147,11 @@ class Mirror:
             if self._sends("log_batch", **{kind: some}):
                 known |= {one.key: one.value for one in some}
 
-    def _push_metrics(self, start: int) -> None:
+    def _push_metrics(self) -> None:
         with (self._folder / METRICS).open() as file:
             rows = [json.loads(line) for line in islice(file, self._lines, None) if line.endswith("\n")]
         points = [
-            Metric(name, value, start + line, row["step"])
+            Metric(name, value, self._facts["start"] + line, row["step"])
             for line, row in enumerate(rows, self._lines)
             for name, value in row["metrics"].items()
         ]
@@ -156,9 +159,9 @@ class Mirror:
             self._lines += len(rows)
             self._keep()
 
-    def _sends_file(self, path: Path, facts: Mapping[str, Any]) -> bool:
+    def _sends_file(self, path: Path) -> bool:
         if path.name == "mlflow_model":
-            return self._tries(partial(send_model, self._client, self._run_id, path.resolve(), **facts["model"]))
+            return self._tries(partial(send_model, self._client, self._run_id, path.resolve(), **self._facts["model"]))
         if path.suffix == ".yaml":
             return self._sends("log_text", without_passwords(path.read_text()), path.name)
         return self._sends("log_artifact", str(path.resolve()))
@@ -186,6 +189,43 @@ def _version(path: Path) -> list[int]:
     """Changes when a file, or one in a folder, is written."""
     found = [one.stat() for one in (path, *path.rglob("*"))]
     return [sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)]
+
+
+def mirrored(folder: Path, uri: str | None) -> str:
+    """Sends what the run of an ended job lacks, and creates it in a store that has none; returns the run's id.
+
+    Args:
+        uri: the store; by default that of the job.
+    """
+    if not (facts := read_json(folder / RECORD)):
+        raise ConfigError(f"{folder} holds no {RECORD}, the record of a job; name the folder of a job with tracking.")
+    cfg = OmegaConf.load(folder / "config.yaml")
+    assert isinstance(cfg, DictConfig)
+    cfg.tracking.uri = uri or cfg.tracking.uri
+    store = without_passwords(cfg.tracking.uri)
+    if ":…@" in cfg.tracking.uri:
+        raise ConfigError(f"the password of {store} is not kept; give uri=….")
+    from dpexp.tracking import data_budget
+
+    with exclusive(folder):
+        client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+        begin = partial(created, client, experiment_id, folder, facts)
+        try:
+            if (earlier := earlier_run(client, folder)) is not None:
+                run_id = earlier.info.run_id
+            elif cfg.data.id is None:
+                run_id = begin()
+            else:
+                run_id = data_budget.start(cfg, client, None, folder, None, begin)
+            mirror = Mirror(client, run_id, folder, facts)
+        except (MlflowException, OSError) as error:
+            raise ConfigError(f"{store} cannot be used: {one_line(error)}") from error
+        mirror.push(ended(folder))
+        if mirror.missed is not None:
+            raise ConfigError(f"the run {run_id} of {store} still lacks some of {folder}: {mirror.missed}")
+        if cfg.data.id is not None:
+            data_budget.end(client, cfg.tracking.uri, run_id, folder)
+    return run_id
 
 
 def created(client: MlflowClient, experiment_id: str, folder: Path, facts: Mapping[str, Any]) -> str:

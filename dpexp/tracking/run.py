@@ -122,7 +122,7 @@ class TrackedRun:
                 from dpexp.tracking import data_budget
 
                 self.run_id = data_budget.start(cfg, client, planned, output, earlier, begin)
-            self._mirror = Mirror(client, self.run_id, output)
+            self._mirror = Mirror(client, self.run_id, output, facts)
         except (MlflowException, OSError) as error:
             raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
         self.resumed = earlier is not None
@@ -198,10 +198,10 @@ class TrackedRun:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
         except ConfigError:  # missing or damaged; the run's own error says so
             return
-        if ledger.not_private_reason is not None:  # whatever the configuration says by now
-            self.record.add(tags={"dpexp.private": f"no: {ledger.not_private_reason}"})
         figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
         with suppress(OSError):  # a full disk; the run's own error says so
+            if ledger.not_private_reason is not None:  # whatever the configuration says by now
+                self.record.add(tags={"dpexp.private": f"no: {ledger.not_private_reason}"})
             figure.savefig(self._output / "epsilon.png", dpi=150)
             self.record.add("epsilon.png")
 

@@ -1,12 +1,14 @@
 """A run has what its job's folder has: while the job trains, which no server delays, and later."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from dpexp.tracking import mirror as module
 from dpexp.tracking.client import open_store
+from dpexp.tracking.job_folder import read_json
 from dpexp.tracking.mirror import Mirror, Record, created
 
 
@@ -39,7 +41,10 @@ class Job:
         data = {"name": "digits", "digest": "n=1", "source_type": "code", "source": "{}"}
         facts = {"name": "job", "start": start, "tags": {"t": "x"}, "params": {}, "data": data, "files": []}
         self.folder, self.client, self.run_id = folder, client, created(client, experiment, folder, facts)
-        self.mirror, self.record = Mirror(client, self.run_id, folder), Record(folder, facts)
+        self.mirror, self.record = Mirror(client, self.run_id, folder, facts), Record(folder, facts)
+
+    def mirror_later(self):
+        return Mirror(self.client, self.run_id, self.folder, read_json(self.folder / "run.json"))
 
     @property
     def run(self):
@@ -59,6 +64,7 @@ def job(tmp_path, empty_store, monkeypatch):
     return made
 
 
+INTERVAL = module.INTERVAL
 FINISHED = {"status": "FINISHED", "time": 2_000_000}
 
 
@@ -73,6 +79,18 @@ def test_metrics_wait_for_a_slow_server_in_few_requests(job):
     assert job.mirror.missed is None and job.client.requests.count("log_batch") <= 1 + 6
     assert [point.value for point in job.history("a")] == list(range(2501))
     assert job.run.info.status == "FINISHED" and {*job.run.data.metrics} == {"a", "bc"}, "a name that MLflow takes"
+
+
+def test_metrics_of_a_job_that_trains_are_there_within_five_seconds(job, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL", INTERVAL)
+    job.mirror.follow()
+    time.sleep(0.1)
+    job.record.metrics({"a": 1.0}, 1)
+    began = time.monotonic()
+    while not job.history("a"):
+        assert time.monotonic() - began < 5
+        time.sleep(0.05)
+    job.mirror.close(FINISHED, patience=20)
 
 
 def test_no_metric_tells_how_long_a_round_took(job, monkeypatch):
@@ -122,14 +140,14 @@ def test_nothing_is_sent_twice(job):
     sent = [*job.client.requests]
     assert sorted(sent) == ["log_artifact", "log_batch", "log_batch", "log_batch", "set_terminated"]
     job.mirror.push(FINISHED)
-    Mirror(job.client, job.run_id, job.folder).push(FINISHED)
+    job.mirror_later().push(FINISHED)
     assert job.client.requests == [*sent, "get_run"]
     (job.folder / "notes.txt").write_text("changed")
     job.record.metrics({"a": 2.0}, 2)
     job.mirror.push(FINISHED)
     assert job.client.requests == [*sent, "get_run", "log_batch", "log_artifact"]
     (job.folder / "mirror.json").unlink()
-    Mirror(job.client, job.run_id, job.folder).push(FINISHED)
+    job.mirror_later().push(FINISHED)
     assert [point.value for point in job.history("a")] == [1.0, 2.0], "what is sent twice is there once"
 
 
