@@ -152,7 +152,9 @@ class TrackedRun:
 
     def log_start(self) -> None:
         """Writes overrides and plan."""
-        overrides = OmegaConf.to_yaml(HydraConfig.get().overrides.task)
+        hydra = HydraConfig.get()
+        file = [] if hydra.job.config_name == "config" else [f"{hydra.job.config_name}.yaml"]
+        overrides = OmegaConf.to_yaml([*file, *hydra.overrides.task])
         (self._output / "overrides.yaml").write_text(without_passwords(overrides))
         if self._plan is not None:
             self._log_plan(self._plan)
