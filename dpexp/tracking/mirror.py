@@ -88,8 +88,8 @@ class Mirror:
         self._client, self._run_id, self._folder, self._facts = client, run_id, folder, facts
         run = client.get_run(run_id)
         self._tags, self._params, self._status = run.data.tags, run.data.params, run.info.status
-        sent = read_json(folder / SENT)
-        sent = sent if sent.get("run_id") == run_id else {}
+        self._sent = read_json(folder / SENT)  # by the id of a run: a job may have one in several stores
+        sent = self._sent.get(run_id, {})
         self._lines: int = sent.get("lines", 0)
         self._files: dict[str, list[int]] = sent.get("files", {})
         self._thread = Thread(target=self._follow, daemon=True)  # at its end, Python does not wait for it
@@ -124,7 +124,7 @@ class Mirror:
         self.missed = None
         try:
             self._push(end)
-        except (OSError, ValueError, KeyError) as error:  # of the folder
+        except Exception as error:  # of the folder
             self.missed = self.missed or one_line(error)
 
     def _push(self, end: Mapping[str, Any]) -> None:
@@ -182,7 +182,8 @@ class Mirror:
 
     def _keep(self) -> None:
         with suppress(OSError):  # a full disk; later it is sent again
-            write_json(self._folder / SENT, {"run_id": self._run_id, "lines": self._lines, "files": self._files})
+            self._sent[self._run_id] = {"lines": self._lines, "files": self._files}
+            write_json(self._folder / SENT, self._sent)
 
 
 def _version(path: Path) -> list[int]:
@@ -209,10 +210,12 @@ def mirrored(folder: Path, uri: str | None) -> str:
 
     with exclusive(folder):
         client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
-        begin = partial(created, client, experiment_id, folder, facts)
+        begin = partial(created, client, experiment_id, facts)
         try:
-            if (earlier := earlier_run(client, folder)) is not None:
-                run_id = earlier.info.run_id
+            if (run := run_of(client, folder)) is not None:
+                run_id = run.info.run_id
+                _refuse_earlier_copy(folder, facts["tags"], run)
+                _refuse_older_ledger(client, run_id, folder / LEDGER)
             elif cfg.data.id is None:
                 run_id = begin()
             else:
@@ -228,30 +231,31 @@ def mirrored(folder: Path, uri: str | None) -> str:
     return run_id
 
 
-def created(client: MlflowClient, experiment_id: str, folder: Path, facts: Mapping[str, Any]) -> str:
-    """Creates the run of a job, which its folder then names; returns its id."""
+def created(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any]) -> str:
+    """Creates the run of a job; returns its id."""
     run = client.create_run(experiment_id, facts["start"], facts["tags"], facts["name"])
-    (folder / RUN).write_text(run.info.run_id)
     set_view(client, experiment_id)
     inputs = DatasetInput(Dataset(**facts["data"]), [InputTag("mlflow.data.context", "training")])
     client.log_inputs(run.info.run_id, [inputs])
     return run.info.run_id
 
 
-def earlier_run(client: MlflowClient, output: Path) -> Run | None:
-    """The run of the job in a folder; None if it has none in this store, or the folder is a copy of another job's.
+def run_of(client: MlflowClient, folder: Path) -> Run | None:
+    """The run of the job in a folder; None if it has none in this store."""
+    own = [(folder / RUN).read_text()] if (folder / RUN).exists() else []
+    for run_id in (*own, *read_json(folder / SENT)):
+        try:
+            return client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+    return None
 
-    Raises:
-        ConfigError: the folder's ledger lacks rounds of the copy in MLflow, which would count nowhere.
-    """
-    if not (output / RUN).exists():
+
+def earlier_run(client: MlflowClient, output: Path) -> Run | None:
+    """The run of a job that is resumed; None if it has none in this store, or the folder is a copy of another job's."""
+    if (run := run_of(client, output)) is None:
         return None
-    try:
-        run = client.get_run((output / RUN).read_text())
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None
-        raise
     said = Path(run.data.tags.get(OUTPUT, output))
     if said.exists() and not said.samefile(output):  # of a folder of another machine, nothing exists here
         return None
@@ -259,7 +263,18 @@ def earlier_run(client: MlflowClient, output: Path) -> Run | None:
     return run
 
 
+def _refuse_earlier_copy(folder: Path, own: Mapping[str, str], run: Run) -> None:
+    """Refuses the folder of a job that was resumed in a copy of it, which the ledger in MLflow need not show yet."""
+    now = [run.data.tags.get(f"dpexp.{name}") for name in ("host", "pid")]
+    if now != [own[f"dpexp.{name}"] for name in ("host", "pid")]:
+        raise ConfigError(
+            f"{folder} is an earlier copy of its job, whose run {run.info.run_id} went on in process {now[1]} of "
+            f"{now[0]}; mirror the folder of that one."
+        )
+
+
 def _refuse_older_ledger(client: MlflowClient, run_id: str, ledger: Path) -> None:
+    """Refuses a ledger that lacks rounds of the copy in MLflow: they would count nowhere."""
     with tempfile.TemporaryDirectory() as copied:
         if all(artifact.path != ledger.name for artifact in client.list_artifacts(run_id)):
             return

@@ -36,7 +36,7 @@ from dpexp.tracking.client import (
     open_store,
     published_error,
 )
-from dpexp.tracking.job_folder import PLANNED_LEDGER, RECORD, exclusive, read_json
+from dpexp.tracking.job_folder import PLANNED_LEDGER, RECORD, RUN, exclusive, read_json
 from dpexp.tracking.mirror import Mirror, Record, created, earlier_run
 from dpexp.tracking.provenance import (
     choices,
@@ -110,7 +110,7 @@ class TrackedRun:
             earlier = earlier_run(client, output) if cfg.checkpoint.resume else None
             facts = self._facts()
             if earlier is None:
-                begin = partial(created, client, experiment_id, output, facts)
+                begin = partial(self._create, client, experiment_id, facts)
             else:
                 own = provenance_of_resume() | {OUTPUT: facts["tags"][OUTPUT]}
                 facts |= read_json(output / RECORD) | {"files": facts["files"]}
@@ -131,6 +131,11 @@ class TrackedRun:
         self.record = Record(output, facts)
         self.logger = MetricsLogger(self.record.metrics)
         self._mirror.follow()
+
+    def _create(self, client: MlflowClient, experiment_id: str, facts: dict[str, Any]) -> str:
+        run_id = created(client, experiment_id, facts)
+        (self._output / RUN).write_text(run_id)
+        return run_id
 
     def _facts(self) -> dict[str, Any]:
         """Name, tags and parameters, and the files that are closed before the first round."""

@@ -40,7 +40,7 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         data = {"name": "digits", "digest": "n=1", "source_type": "code", "source": "{}"}
         facts = {"name": "job", "start": start, "tags": {"t": "x"}, "params": {}, "data": data, "files": []}
-        self.folder, self.client, self.run_id = folder, client, created(client, experiment, folder, facts)
+        self.folder, self.client, self.run_id = folder, client, created(client, experiment, facts)
         self.mirror, self.record = Mirror(client, self.run_id, folder, facts), Record(folder, facts)
 
     def mirror_later(self):

@@ -55,9 +55,13 @@ def agrees(tmp_path, folder, status):
     shutil.rmtree(another, ignore_errors=True)
     shutil.copytree(folder, another)
     with pytest.MonkeyPatch.context() as patch:
-        mirror(patch, another, f"uri=sqlite:///{tmp_path}/another.db")
+        for _ in range(2):  # it is the same run
+            mirror(patch, another, f"uri=sqlite:///{tmp_path}/another.db")
+    assert (another / RUN).read_text() == run_id, "that of its own store"
     other = MlflowClient(f"sqlite:///{tmp_path}/another.db")
-    expected = told(other, (another / RUN).read_text(), tmp_path / "expected")
+    (run,) = other.search_runs(["1"])
+    expected = told(other, run.info.run_id, tmp_path / "expected")
+    other.delete_run(run.info.run_id)
     own = {tag for tag in found["tags"] if "resumed" in tag or tag in ("dpexp.pid", "mlflow.artifactLocation")}
     for one in (found, expected):
         one["tags"] = {tag: value for tag, value in one["tags"].items() if tag not in own}
@@ -180,6 +184,17 @@ def test_a_folder_that_is_older_than_its_run_takes_nothing_back(dpexp_job, tmp_p
         mirror(monkeypatch, folder)
     (cost,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(cost.ledger) == 6
+
+
+def test_a_copy_from_before_the_job_went_on_elsewhere_takes_nothing_back(dpexp_job, tmp_path, monkeypatch):
+    """It went on for rounds that no store knows: its plan counts, and the copy's ledger is the one in MLflow."""
+    folder = dpexp_job(*QUICK)
+    client, run_id = store_of(tmp_path), (folder / RUN).read_text()
+    for tag, value in {"dpexp.pid": "1", "dpexp.host": "far", COUNTS_AS: PLANNED_LEDGER}.items():
+        client.set_tag(run_id, tag, value)
+    with pytest.raises(SystemExit, match=r"is an earlier copy of its job, whose run .* went on in process 1 of far"):
+        mirror(monkeypatch, folder)
+    assert client.get_run(run_id).data.tags[COUNTS_AS] == PLANNED_LEDGER
 
 
 def test_mistakes_are_one_sentence(dpexp_job, tmp_path, monkeypatch):
