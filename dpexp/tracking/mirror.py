@@ -138,13 +138,14 @@ class Mirror:
             if path.exists() and self._files.get(path.name) != _version(path) and self._sends_file(path):
                 self._files[path.name] = _version(path)
                 self._keep()
-        if end and end["status"] != self._status and self._sends("set_terminated", end["status"], end.get("time")):
-            self._status = end["status"]
+        status = end.get("status", self._status)
+        if status != self._status and self._sends(self._client.set_terminated, status, end.get("time")):
+            self._status = status
 
     def _push_texts(self, kind: str, entity: Callable[..., Any], texts: dict[str, str], known: dict[str, str]) -> None:
         lacking = [entity(*one) for one in texts.items() if known.get(one[0]) != one[1]]
         for some in chunk_list(lacking, MAX_PARAMS):
-            if self._sends("log_batch", **{kind: some}):
+            if self._sends(self._client.log_batch, **{kind: some}):
                 known |= {one.key: one.value for one in some}
 
     def _push_metrics(self) -> None:
@@ -155,26 +156,24 @@ class Mirror:
             for line, row in enumerate(rows, self._lines)
             for name, value in row["metrics"].items()
         ]
-        if points and all(self._sends("log_batch", metrics=some) for some in chunk_list(points, MAX_METRICS)):
+        log = self._client.log_batch
+        if points and all(self._sends(log, metrics=some) for some in chunk_list(points, MAX_METRICS)):
             self._lines += len(rows)
             self._keep()
 
     def _sends_file(self, path: Path) -> bool:
         if path.name == "mlflow_model":
-            return self._tries(partial(send_model, self._client, self._run_id, path.resolve(), **self._facts["model"]))
+            return self._sends(partial(send_model, self._client), path.resolve(), **self._facts["model"])
         if path.suffix == ".yaml":
-            return self._sends("log_text", without_passwords(path.read_text()), path.name)
-        return self._sends("log_artifact", str(path.resolve()))
+            return self._sends(self._client.log_text, without_passwords(path.read_text()), path.name)
+        return self._sends(self._client.log_artifact, str(path.resolve()))
 
-    def _sends(self, request: str, *values: Any, **named: Any) -> bool:
-        return self._tries(partial(getattr(self._client, request), self._run_id, *values, **named))
-
-    def _tries(self, call: partial[Any]) -> bool:
+    def _sends(self, request: Callable[..., Any], *values: Any, **named: Any) -> bool:
         """Whether the server took what it got. What it misses does not keep the rest from it."""
         if self._given_up:
             return False
         try:
-            call()
+            request(self._run_id, *values, **named)
         except Exception as error:
             self.missed = self.missed or one_line(error)
             return False
@@ -188,7 +187,7 @@ class Mirror:
 
 def _version(path: Path) -> list[int]:
     """Changes when a file, or one in a folder, is written."""
-    found = [one.stat() for one in (path, *path.rglob("*"))]
+    found = [one.stat() for one in (path, *path.rglob("*")) if one.name != "MLmodel"]  # which send_model writes
     return [sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)]
 
 

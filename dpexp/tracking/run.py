@@ -110,7 +110,7 @@ class TrackedRun:
             earlier = earlier_run(client, output) if cfg.checkpoint.resume else None
             facts = self._facts()
             if earlier is None:
-                begin = partial(self._create, client, experiment_id, facts)
+                begin = partial(created, client, experiment_id, facts)
             else:
                 own = provenance_of_resume() | {OUTPUT: facts["tags"][OUTPUT]}
                 facts |= read_json(output / RECORD) | {"files": facts["files"]}
@@ -122,6 +122,7 @@ class TrackedRun:
                 from dpexp.tracking import data_budget
 
                 self.run_id = data_budget.start(cfg, client, planned, output, earlier, begin)
+            (output / RUN).write_text(self.run_id)
             self._mirror = Mirror(client, self.run_id, output, facts)
         except (MlflowException, OSError) as error:
             raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
@@ -131,11 +132,6 @@ class TrackedRun:
         self.record = Record(output, facts)
         self.logger = MetricsLogger(self.record.metrics)
         self._mirror.follow()
-
-    def _create(self, client: MlflowClient, experiment_id: str, facts: dict[str, Any]) -> str:
-        run_id = created(client, experiment_id, facts)
-        (self._output / RUN).write_text(run_id)
-        return run_id
 
     def _facts(self) -> dict[str, Any]:
         """Name, tags and parameters, and the files that are closed before the first round."""
