@@ -43,6 +43,7 @@ FUNCTIONS = {
     "certificate": "dpexp.commands.certificate",
     "copy": "dpexp.commands.copy_options",
     "evaluate": "dpexp.commands.saved_jobs",
+    "mirror": "dpexp.commands.mirror",
     "predict": "dpexp.commands.saved_jobs",
     "report": "dpexp.commands.report",
     "schema": "dpexp.commands.table_schema",

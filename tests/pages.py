@@ -14,7 +14,19 @@ PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted(DOCS.glob("tutorials/*.ipynb"))
 TEXTS = [*PAGES, *NOTEBOOKS, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 FENCED = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NOT_JOBS = ("account", "certificate", "evaluate", "help", "predict", "report", "resume", "schema", "verify", "version")
+NOT_JOBS = (
+    "account",
+    "certificate",
+    "evaluate",
+    "mirror",
+    "help",
+    "predict",
+    "report",
+    "resume",
+    "schema",
+    "verify",
+    "version",
+)
 
 
 def text_of(page):

@@ -94,9 +94,9 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
 def source_of(name: str, uri: str) -> Source:
     path = Path(name)
     if not path.exists() and not path.suffix:
-        from dpexp.tracking.read import downloaded_run
+        from dpexp.tracking.read import pulled
 
-        with downloaded_run(uri, name) as folder:
+        with pulled(uri, name, "ledger.jsonl", "ledger.end.json", "config.yaml") as folder:
             return replace(source_of(str(folder), uri), name=name)
     if not path.is_dir():
         return Source(name, ledger_so_far(path))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -60,9 +61,16 @@ class Options:
 
 
 def certificate(arguments: Sequence[str]) -> Path:
-    """Writes a run's certificate to the folder of its ledger. Returns the path."""
+    """Writes a run's certificate beside its ledger, which is fetched first if MLflow has it. Returns the path."""
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
-    file = _file([argument for argument in arguments if not is_option(argument)])
+    named = [argument for argument in arguments if not is_option(argument)]
+    if len(named) == 1 and not Path(named[0]).exists() and not Path(named[0]).suffix:
+        from dpexp.tracking.read import pulled
+
+        others = "ledger.end.json", "config.yaml", "result.json"
+        with pulled(tracking_uri(), named[0], "ledger.jsonl", *others) as folder:
+            shutil.copytree(folder, named[0])
+    file = _file(named)
     content = _content(file)
     source = source_of(str(file.parent if file.name == "ledger.jsonl" else file), "")
     statement = _statement(file, content, source.ledger, delta_of(cfg.delta, [source.delta]))
@@ -133,14 +141,10 @@ def _text(value: Any) -> str:
 
 
 def _file(named: Sequence[str]) -> Path:
-    """The ledger, or the certificate, that a command line names: by its path, its folder or its run's id in MLflow."""
+    """The ledger, or the certificate, that a command line names by its path or its folder."""
     if len(named) != 1:
         raise ConfigError(f"one run must be given, not {' and '.join(named) or 'none'}; see --help.")
     path = Path(named[0])
-    if not path.exists() and not path.suffix:
-        from dpexp.tracking.read import output_of
-
-        path = output_of(tracking_uri(), named[0])
     return path / "ledger.jsonl" if path.is_dir() else path
 
 

@@ -55,7 +55,8 @@ first.""",
     "certificate": """\
 `python -m dpexp certificate RUN [key=value ...]` states what a run guarantees, in JSON beside its ledger.
 
-RUN is a job's output folder, the MLflow run id of a job of this machine, or a ledger file. Options:
+RUN is a job's output folder, a ledger file, or an MLflow run id, whose ledger is fetched into a folder of that name.
+Options:
     delta=1e-5        default: that of the job""",
     "copy": """\
 `python -m dpexp copy [OVERRIDE ...] FILE.yaml` writes all options of a job into one file, with their comments.
@@ -66,6 +67,12 @@ It takes the overrides of a job. `python -m dpexp FILE.yaml [OVERRIDE ...]` runs
 
 RUN is a job's folder or an MLflow run id. Options:
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    "mirror": """\
+`python -m dpexp mirror FOLDER` sends MLflow what the run of a job lacks.
+
+FOLDER is that of a job that has ended, or was killed, while its server was away, or in the middle of a request. What
+the run has is not sent again; a store without the run gets all of it. Options:
+    uri=…             the store; default: that of the job""",
     "predict": """\
 `python -m dpexp predict RUN FILE` lets a trained model predict.
 
@@ -76,7 +83,7 @@ RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .
     "report": """\
 `python -m dpexp report RUN [RUN ...]` writes runs, or a sweep, on one HTML page, without a server or a script.
 
-RUN is the folder of a job or a sweep, or the MLflow run id of a job of this machine. Options:
+RUN is the folder of a job or a sweep, or a job's MLflow run id. Options:
     out=report.html   where the page goes
     uri=sqlite:///outputs/mlflow.db""",
     "resume": """\
@@ -95,7 +102,7 @@ Options:
     "verify": """\
 `python -m dpexp verify CERTIFICATE` computes a certificate again: from the ledger beside it, and ε by dp-accounting.
 
-CERTIFICATE is a file, or a run as `certificate` takes it. The exit status is not 0 if it is refuted.""",
+CERTIFICATE is a file, or the folder that `certificate` wrote it to. The exit status is not 0 if it is refuted.""",
     "version": "`python -m dpexp version` prints versions and the machine, for bug reports.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.

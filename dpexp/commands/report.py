@@ -4,6 +4,7 @@ import json
 import shlex
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from dpexp.errors import ConfigError, in_one_line
 from dpexp.reporting.model_card import NOT_COVERED
 from dpexp.reporting.wording import BASELINES, guarantee_in_words, measured
 from dpexp.tracking.provenance import without_passwords
-from dpexp.tracking.read import output_of
+from dpexp.tracking.read import pulled
 from dpexp.tracking.sweep_run import SUMMARY
+
+OF_A_PAGE = ("overrides.yaml", "result.json", "ledger.jsonl", "ledger.end.json", "*.png")  # artifacts
 
 
 @dataclass
@@ -36,8 +39,16 @@ def report(arguments: Sequence[str]) -> None:
     """Writes the page of the jobs and sweeps that are named on the command line."""
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     names, uri = [argument for argument in arguments if not is_option(argument)], cfg.uri or tracking_uri()
-    named = [Path(name) if Path(name).is_dir() else output_of(uri, name) for name in names]
-    found = {one: folder for folder in named for one in (folder, *folder.glob("*/")) if (one / ".hydra").is_dir()}
+    with ExitStack() as fetched:
+        named = [
+            Path(name) if Path(name).is_dir() else fetched.enter_context(pulled(uri, name, "config.yaml", *OF_A_PAGE))
+            for name in names
+        ]
+        _write(cfg, named, arguments)
+
+
+def _write(cfg: Options, named: Sequence[Path], arguments: Sequence[str]) -> None:
+    found = {one: folder for folder in named for one in (folder, *folder.glob("[!.]*/")) if _kept(one).is_file()}
     jobs = sorted(found, key=lambda job: (str(job.parent), len(job.name), job.name))  # trial 2 before trial 10
     if not jobs or {*named} - {*found, *found.values()}:
         raise ConfigError(f"report {' '.join(arguments)}: name folders of jobs or sweeps, or MLflow run ids.")
@@ -59,17 +70,24 @@ def report(arguments: Sequence[str]) -> None:
     console.print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {cfg.out}", markup=False)
 
 
+def _kept(job: Path, name: str = "config") -> Path:
+    """A file of the options of a job; that of a run that was fetched is among its others."""
+    folder = job / ".hydra" if (job / ".hydra").is_dir() else job
+    return folder / f"{name}.yaml"
+
+
 def _run(job: Path) -> dict[str, Any]:
     """The values of a job for the page; `result` is empty if it has not finished."""
     result = job / "result.json"
     try:
-        cfg, given, hydra = (OmegaConf.load(job / f".hydra/{name}.yaml") for name in ("config", "overrides", "hydra"))
+        cfg, given = (OmegaConf.load(_kept(job, name)) for name in ("config", "overrides"))
+        hydra = _kept(job, "hydra")
+        file = config_file(OmegaConf.load(hydra).hydra) if hydra.exists() else None
         found = json.loads(result.read_text()) if result.exists() else {}
     except (OSError, ValueError, YAMLError) as error:
         raise ConfigError(f"{job} has a damaged file of its job: {in_one_line(error)}.") from error
     targets = (OmegaConf.select(cfg, key) for key in ("model._target_", "data.module._target_"))
     model, data = (str(target).rpartition(".")[2] for target in targets)
-    file = config_file(hydra.hydra)
     words = [*([file.name] if file else []), *map(str, given)]
     overrides = without_passwords(shlex.join(words))
     return {"title": f"{model} on {data}", "overrides": overrides, "result": found, "pictures": _pictures(job)}

@@ -140,12 +140,9 @@ def _located(run: str | Path, uri: str | None) -> Iterator[Path]:
             raise ConfigError(f"{run} holds no {WEIGHTS}: only a job that has finished its training saves a model.")
         yield path
         return
-    from dpexp.tracking.read import downloaded_files
+    from dpexp.tracking.read import pulled
 
-    uri = uri or tracking_uri()
-    with downloaded_files(uri, str(run), ["config.yaml", WEIGHTS]) as folder:
-        if not (folder / WEIGHTS).exists():
-            raise ConfigError(f"{run} is no folder, and no run of {uri} that saved a model.")
+    with pulled(uri or tracking_uri(), str(run), WEIGHTS, "config.yaml") as folder:
         yield folder
 
 

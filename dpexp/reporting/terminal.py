@@ -288,8 +288,8 @@ def print_sweep_folder(output: Path) -> None:
 def print_missed(reason: str, output: Path) -> None:
     """Prints that the tracking server lacks some of a run."""
     _print(
-        f"[bold red]The tracking server lacks some of this run[/]: {escape(reason[:200])}. It is not sent later; the "
-        f"results are in {output}."
+        f"[bold red]The tracking server lacks some of this run[/]: {escape(reason[:200])}. Its folder has all "
+        f"of it; once the server is there again: python -m dpexp mirror {shlex.quote(str(output))}"
     )
 
 

@@ -4,30 +4,21 @@ import json
 import logging
 import os
 import sqlite3
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from functools import partial
-from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
 from shlex import quote
-from threading import Thread
 
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
-from mlflow.utils import chunk_list
 from sqlalchemy import make_url
 
 from dpexp.errors import ConfigError, is_own, place_of, root_of
-from dpexp.tracking.job_folder import finished_result
-from dpexp.tracking.provenance import HOST, valid_name, without_passwords
-from dpexp.tracking.registered_model import send_model
+from dpexp.tracking.job_folder import ended
+from dpexp.tracking.provenance import HOST, without_passwords
 
 # MLflow draws a chart of each metric: names with a slash first, then by name. What a run is looked at for, epsilon and
 # test_…, comes before what is constant.
@@ -36,7 +27,6 @@ WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, 
 ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
-SEND_INTERVAL = 2.0  # seconds between requests with metrics
 _PATIENCE = 600  # seconds for other processes that hold a lock
 _SILENCE = 5  # seconds that a process waits for another without a word
 # Their messages quote no record
@@ -137,11 +127,10 @@ def end_dead_runs(client: MlflowClient, experiment_id: str) -> None:
     for run in client.search_runs([experiment_id], condition):
         if _is_alive(int(run.data.tags.get("dpexp.pid", "0"))):
             continue
-        if finished_result(Path(run.data.tags.get(OUTPUT, ""))):
-            client.set_terminated(run.info.run_id)
-        else:
-            client.set_tag(run.info.run_id, ERROR, "its process was killed: SIGKILL, out of memory, or power failure")
-            client.set_terminated(run.info.run_id, "KILLED")
+        end = ended(Path(run.data.tags.get(OUTPUT, "")))
+        if end.get("reason"):
+            client.set_tag(run.info.run_id, ERROR, end["reason"])
+        client.set_terminated(run.info.run_id, end["status"], end.get("time"))
 
 
 def _is_alive(pid: int) -> bool:
@@ -152,84 +141,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:  # another user's
         pass
     return pid > 0
-
-
-class Sender:
-    """Sends metrics, parameters, tags and files of one run, in order, from a thread of its own.
-
-    The timestamps of metrics count up by one millisecond from the start: the duration of a round depends on its private
-    sample.
-
-    No method raises because of the server. What it misses is not sent again; the job's folder has the results. At its
-    end, Python does not wait for the thread.
-    """
-
-    def __init__(self, client: MlflowClient, run_id: str) -> None:
-        self._client, self._run_id = client, run_id
-        self._clock = count(int(time.time() * 1000))
-        self._calls: SimpleQueue[tuple[Future, Callable[[], object]]] = SimpleQueue()
-        self._closed = False
-        self._send(int)
-        self._thread = Thread(target=self._work, daemon=True)
-        self._thread.start()
-        self._metrics: list[Metric] = []  # until the next request
-        self._next_request = 0.0
-        self.missed: str | None = None  # why the server has not got everything
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        now = next(self._clock)
-        self._metrics += [Metric(valid_name(key), float(value), now, step) for key, value in values.items()]
-        if self._last.done() and time.monotonic() >= self._next_request:  # a slow server gets fewer requests, no queue
-            self._next_request = time.monotonic() + SEND_INTERVAL
-            self._send_metrics()
-
-    def params(self, values: Mapping[str, str]) -> None:
-        for some in chunk_list([Param(key, value) for key, value in values.items()], MAX_PARAMS):
-            self._send(self._client.log_batch, self._run_id, params=some)
-
-    def tags(self, values: Mapping[str, str]) -> None:
-        for key, value in values.items():
-            self._send(self._client.set_tag, self._run_id, key, value)
-
-    def file(self, path: Path) -> None:
-        self._send(self._client.log_artifact, self._run_id, str(path.resolve()))
-
-    def text(self, path: Path) -> None:
-        """Sends a text file without the passwords of addresses."""
-        self._send(self._client.log_text, self._run_id, without_passwords(path.read_text()), path.name)
-
-    def model(self, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None) -> None:
-        """Logs a folder in MLflow's format as a model, and registers it under `name`, if given."""
-        self._send(send_model, self._client, self._run_id, folder.resolve(), rounds, tags, name)
-
-    def close(self, status: str, patience: float) -> bool:
-        """Sends the rest and then the status, for at most `patience` seconds. Whether the server answered in time."""
-        self._send_metrics()
-        self._send(self._client.set_terminated, self._run_id, status)
-        answered = not wait([self._last], patience).not_done
-        if not answered:
-            self.missed = self.missed or f"it did not answer within {patience:g} s"
-        self._closed = True
-        self._calls.put((Future(), int))
-        return answered
-
-    def _send_metrics(self) -> None:
-        for some in chunk_list(self._metrics, MAX_METRICS):
-            self._send(self._client.log_batch, self._run_id, metrics=some)
-        self._metrics = []
-
-    def _send(self, call: Callable[..., object], *values: object, **named: object) -> None:
-        self._last: Future[None] = Future()
-        self._calls.put((self._last, partial(call, *values, **named)))
-
-    def _work(self) -> None:
-        while not self._closed:
-            done, call = self._calls.get()
-            try:
-                call()
-            except Exception as error:
-                self.missed = self.missed or one_line(error)
-            done.set_result(None)
 
 
 # The columns of the list of runs. MLflow keeps such views in undocumented tags of the experiment.

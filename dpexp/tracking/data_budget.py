@@ -44,7 +44,7 @@ from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import database, locked
 from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN
-from dpexp.tracking.read import downloaded_files, existing, readable, search
+from dpexp.tracking.read import existing, pulled, readable, search
 
 DATA_ID, BUDGET, COUNTS_AS = "dpexp.data_id", "dpexp.budget", "dpexp.counts_as"  # tags
 MOST_NOISE = 1e3  # times that of a plan: how far a like one that fits is looked for
@@ -64,7 +64,7 @@ def start(
     From then on, the run counts as its plan.
 
     Args:
-        plan: that in the job's folder; None if the job is not private.
+        plan: that in the job's folder; None if nothing is asked of the budget: the job is not private, or has run.
         earlier: the run of a resumed job.
         begin: creates the run, or opens it again, and returns its id.
     """
@@ -76,7 +76,7 @@ def start(
         if not cfg.train:  # it only plans, which costs nothing
             return run_id
         tags = {BUDGET: json.dumps(asdict(kept))} if kept else {}
-        if plan is not None:
+        if (output / PLANNED_LEDGER).exists():
             client.log_artifact(run_id, str(output / PLANNED_LEDGER))
             tags[COUNTS_AS] = PLANNED_LEDGER
         # The last tag makes it one of the data set's runs.
@@ -199,7 +199,7 @@ def _counted(known: RunCost, name: str, read: Callable[[], Ledger]) -> RunCost:
 
 
 def _artifact(uri: str, run_id: str, name: str) -> Ledger:
-    with downloaded_files(uri, run_id, [name, end_of(Path(name)).name]) as folder:
+    with pulled(uri, run_id, name, end_of(Path(name)).name) as folder:
         return _whole(folder / name)
 
 

@@ -4,7 +4,7 @@ Imports nothing slow.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from dpexp.errors import ConfigError
 RUN = "mlflow_run_id"
 LEDGER = "ledger.jsonl"
 PLANNED_LEDGER = "planned_ledger.jsonl"  # the most that the job will have released at its end
+# What a job says of itself, and what of it MLflow has: see dpexp.tracking.mirror
+RECORD, METRICS, STATUS, SENT = "run.json", "metrics.jsonl", "status.json", "mirror.json"
 CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 
@@ -34,10 +36,32 @@ def exclusive(output: Path) -> Iterator[None]:
         lock.release()
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a file; empty if there is none, or it is damaged."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file at once: who reads it meanwhile finds the former content."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
+
+
 def finished_result(output: Path) -> dict[str, Any] | None:
     """The content of result.json, if the job in a folder has ended well."""
-    try:
-        result: dict[str, Any] = json.loads((output / "result.json").read_text())
-    except (OSError, ValueError):
-        return None
+    result = read_json(output / "result.json")
     return result if CONFIGURATION in result else None
+
+
+def ended(output: Path) -> dict[str, Any]:
+    """How the job in a folder, which runs no more, has ended; one that was killed outright could not write it."""
+    if said := read_json(output / STATUS):
+        return said
+    if finished_result(output):
+        return {"status": "FINISHED"}
+    return {"status": "KILLED", "reason": "its process was killed: SIGKILL, out of memory, or power failure"}

@@ -2,8 +2,9 @@
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,22 @@ from dpexp.tracking.provenance import without_passwords
 
 
 @contextmanager
-def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
-    """A temporary folder with a run's ledger and configuration."""
-    with downloaded_files(uri, run_id, ["ledger.end.json", "ledger.jsonl", "config.yaml"]) as folder:
-        if not (folder / "ledger.jsonl").exists():
-            raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
-        yield folder
+def pulled(uri: str, run_id: str, needed: str, *others: str) -> Iterator[Path]:
+    """A temporary folder with files of a run, which is read as that of its job.
+
+    Args:
+        needed: a file without which the run is refused.
+        others: those that it may have; patterns, too.
+    """
+    client, _ = _run(uri, run_id)
+    with tempfile.TemporaryDirectory() as folder:
+        with readable(uri):
+            for name in sorted(artifact.path for artifact in client.list_artifacts(run_id)):
+                if any(fnmatch(name, pattern) for pattern in (needed, *others)):
+                    client.download_artifacts(run_id, name, folder)
+        if not (Path(folder) / needed).exists():
+            raise ConfigError(f"there is no {needed} among the artifacts of the MLflow run {run_id}.")
+        yield Path(folder)
 
 
 def output_of(uri: str, run_id: str) -> Path:
@@ -77,18 +88,6 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents]
     frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
     return frame.sort_values("test_accuracy", ascending=False, kind="stable", ignore_index=True)
-
-
-@contextmanager
-def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Path]:
-    """A temporary folder with those of the named artifacts that a run has."""
-    client, _ = _run(uri, run_id)
-    with tempfile.TemporaryDirectory() as folder:
-        with readable(uri):
-            found = {artifact.path for artifact in client.list_artifacts(run_id)}
-            for name in sorted(found.intersection(names)):
-                client.download_artifacts(run_id, name, folder)
-        yield Path(folder)
 
 
 def _run(uri: str, run_id: str) -> tuple[MlflowClient, Run]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -12,13 +12,13 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Run
+from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, contains_lines, ledger_so_far
+from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.config import replaced
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -28,7 +28,6 @@ from dpexp.tracking.client import (
     ERROR,
     OUTPUT,
     TRIED,
-    Sender,
     address,
     constants,
     end_dead_runs,
@@ -36,9 +35,9 @@ from dpexp.tracking.client import (
     one_line,
     open_store,
     published_error,
-    set_view,
 )
-from dpexp.tracking.job_folder import PLANNED_LEDGER, RUN, exclusive
+from dpexp.tracking.job_folder import PLANNED_LEDGER, RECORD, RUN, exclusive, read_json
+from dpexp.tracking.mirror import Mirror, Record, created, earlier_run
 from dpexp.tracking.provenance import (
     choices,
     params,
@@ -91,7 +90,7 @@ class _NoExperiment:
 
 
 class TrackedRun:
-    """A started run. Errors of the tracking server after the start never reach the training."""
+    """A started job's record, and its run. Errors of the tracking server after the start never reach the training."""
 
     def __init__(
         self,
@@ -108,59 +107,61 @@ class TrackedRun:
             check_name(client, cfg.register)
         try:
             end_dead_runs(client, experiment_id)
-            earlier = _earlier(client, output) if cfg.checkpoint.resume else None
-            begin = partial(self._begin, client, experiment_id, earlier)
+            earlier = earlier_run(client, output) if cfg.checkpoint.resume else None
+            facts = self._facts()
+            if earlier is None:
+                begin = partial(created, client, experiment_id, facts)
+            else:
+                own = provenance_of_resume() | {OUTPUT: facts["tags"][OUTPUT]}
+                facts |= read_json(output / RECORD) | {"files": facts["files"]}
+                facts["tags"] |= own
+                begin = partial(_reopen, client, earlier, own)
             if cfg.data.id is None:
                 self.run_id = begin()
             else:
                 from dpexp.tracking import data_budget
 
                 self.run_id = data_budget.start(cfg, client, planned, output, earlier, begin)
+            (output / RUN).write_text(self.run_id)
+            self._mirror = Mirror(client, self.run_id, output, facts)
         except (MlflowException, OSError) as error:
             raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
         self.resumed = earlier is not None
         self.address = address(uri, experiment_id)
-        self._client, self._sender = client, Sender(client, self.run_id)
-        self.logger = MetricsLogger(self._sender.metrics)
+        self._client = client
+        self.record = Record(output, facts)
+        self.logger = MetricsLogger(self.record.metrics)
+        self._mirror.follow()
 
-    def _begin(self, client: MlflowClient, experiment_id: str, earlier: Run | None) -> str:
-        """Creates the run, or opens the earlier one again; returns its id."""
-        cfg = self._cfg
-        if earlier is not None:
-            _reopen(client, earlier)
-        run = earlier or client.create_run(experiment_id, tags=tags(cfg, self._plan), run_name=run_name(cfg))
-        (self._output / RUN).write_text(run.info.run_id)
-        client.set_tag(run.info.run_id, OUTPUT, str(self._output.resolve()))
-        set_view(client, experiment_id)
+    def _facts(self) -> dict[str, Any]:
+        """Name, tags and parameters, and the files that are closed before the first round."""
+        cfg, plan = self._cfg, self._plan
+        given, others = params(OmegaConf.to_container(cfg, resolve=True)), replaced(cfg)
+        values = {f"replaced.{key}" if key in others else key: value for key, value in given.items()}
         source, profile = json.dumps({"module": cfg.data.module.get("_target_")}), json.dumps({"n": cfg.data.n})
-        dataset = Dataset(choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=profile)
-        client.log_inputs(run.info.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
-        return run.info.run_id
-
-    def _send_files(self, *names: str) -> None:
-        """Sends those of the job's files that exist."""
-        for name in names:
-            if (self._output / name).exists():
-                self._sender.file(self._output / name)
+        return {
+            "name": run_name(cfg),
+            "start": int(time.time() * 1000),
+            "tags": tags(cfg, plan) | {OUTPUT: str(self._output.resolve())},
+            "params": values | (_planned_params(plan) if plan else {}),
+            "data": {
+                "name": choices().get("data", "data"), "digest": f"n={cfg.data.n}", "source_type": "code",
+                "source": source, "profile": profile,
+            },
+            "files": ["config.yaml", "overrides.yaml", "plan.json", PLANNED_LEDGER],
+        }  # fmt: skip
 
     def log_start(self) -> None:
-        """Logs configuration and plan."""
-        given, others = params(OmegaConf.to_container(self._cfg, resolve=True)), replaced(self._cfg)
-        self._sender.params({f"replaced.{key}" if key in others else key: value for key, value in given.items()})
-        overrides = OmegaConf.to_yaml(HydraConfig.get().overrides.task)
+        """Writes overrides and plan."""
+        hydra = HydraConfig.get()
+        file = [] if hydra.job.config_name == "config" else [f"{hydra.job.config_name}.yaml"]
+        overrides = OmegaConf.to_yaml([*file, *hydra.overrides.task])
         (self._output / "overrides.yaml").write_text(without_passwords(overrides))
         if self._plan is not None:
             self._log_plan(self._plan)
-        self._sender.text(self._output / "config.yaml")
-        self._send_files("overrides.yaml", "plan.json", PLANNED_LEDGER)
 
     def _log_plan(self, plan: PrivacyPlan) -> None:
         z, ledger = plan.noise_multiplier, plan.ledger()
-        values = {"z": z, "q": plan.sampling.q} | ({"bands": len(plan.bands)} if len(plan.bands) > 1 else {})
-        for group in plan.groups:
-            name = valid_name(group.name)
-            values |= {f"S.{name}": group.S, f"sigma.{name}": group.sigma, f"share.{name}": group.share}
-        self._sender.params({f"plan.{name}": f"{value:.6g}" for name, value in values.items()})
         described = asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}
         (self._output / "plan.json").write_text(json.dumps(described, indent=2))
         figures: dict[str, float] = {"noise_multiplier": z, "sampling_rate": plan.sampling.q, "rounds": plan.rounds}
@@ -170,9 +171,9 @@ class TrackedRun:
         if (solved := plan.calibration) is not None:
             figures.setdefault(metric_of(solved.knob), solved.value)
             for step, (value, cost) in enumerate(solved.trace):
-                self._sender.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
+                self.record.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
         planned = epsilon(ledger, self._cfg.privacy.delta, self._accountants[0])
-        self._sender.metrics({"epsilon_planned": planned} | constants(figures), 0)
+        self.record.metrics({"epsilon_planned": planned} | constants(figures), 0)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Logs the final figures of `result.json`."""
@@ -183,43 +184,50 @@ class TrackedRun:
         found |= {"learning_rate": result["learning_rate"]} if "learning_rate" in result else {}
         released = result.get("preprocessing", {})
         found |= {f"{valid_name(name)}/{k}": one for name, entries in released.items() for k, one in enumerate(entries)}
-        self._sender.metrics(values | constants(found), result["rounds"])
-        figures = ["audit.png", "released.png", *(f"{name}.png" for name in released)]
-        self._send_files("result.json", *figures)
+        self.record.metrics(values | constants(found), result["rounds"])
+        self.record.add("result.json", "audit.png", "released.png", *(f"{name}.png" for name in released))
 
     def log_model(self, model_tags: Mapping[str, str], rounds: int) -> None:
         """Logs the model in the job's folder, and registers it under `register`."""
-        self._send_files("weights.safetensors", "card.md", "adapter", "generated.txt")
-        self._sender.tags({"mlflow.note.content": description(self._output)})
-        folder = self._output / "mlflow_model"
-        if folder.exists():
-            self._sender.model(folder, rounds, model_tags, self._cfg.register)
+        self.record.add(
+            "weights.safetensors", "card.md", "adapter", "generated.txt", "mlflow_model",
+            tags={"mlflow.note.content": description(self._output)},
+            model={"rounds": rounds, "tags": dict(model_tags), "name": self._cfg.register},
+        )  # fmt: skip
 
     def log_ledger(self) -> None:
-        """Logs the ledger up to the last release, with a figure; however the run ended."""
-        self._send_files("ledger.jsonl", "ledger.end.json")  # in this order: a ledger may have gone on after its end
+        """Draws the ledger up to the last release; however the run ended."""
         try:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
         except ConfigError:  # missing or damaged; the run's own error says so
             return
-        if ledger.not_private_reason is not None:  # whatever the configuration says by now
-            self._sender.tags({"dpexp.private": f"no: {ledger.not_private_reason}"})
         figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
         with suppress(OSError):  # a full disk; the run's own error says so
+            if ledger.not_private_reason is not None:  # whatever the configuration says by now
+                self.record.add(tags={"dpexp.private": f"no: {ledger.not_private_reason}"})
             figure.savefig(self._output / "epsilon.png", dpi=150)
-            self._sender.file(self._output / "epsilon.png")
+            self.record.add("epsilon.png")
 
     def end(self, status: str, reason: str | None = None) -> None:
-        """Sends the rest and the status."""
-        if reason is not None:
-            self._sender.tags({ERROR: reason})
-        answered = self._sender.close(status, patience=2.0 if status == "KILLED" else 20.0)
+        """Writes how the job ended, and waits for the server to get the rest."""
+        rounds = self.logger.rounds() if self.logger.rounds else 0
+        answered = self._mirror.close(self.record.end(status, reason, rounds), 2.0 if status == "KILLED" else 20.0)
         if answered and self._cfg.data.id is not None:
             from dpexp.tracking import data_budget
 
             data_budget.end(self._client, self._cfg.tracking.uri, self.run_id, self._output)
-        if self._sender.missed is not None:
-            print_missed(self._sender.missed, self._output)
+        if self._mirror.missed is not None:
+            print_missed(self._mirror.missed, self._output)
+
+
+def _planned_params(plan: PrivacyPlan) -> dict[str, str]:
+    values = {"z": plan.noise_multiplier, "q": plan.sampling.q}
+    if len(plan.bands) > 1:
+        values["bands"] = len(plan.bands)
+    for group in plan.groups:
+        name = valid_name(group.name)
+        values |= {f"S.{name}": group.S, f"sigma.{name}": group.sigma, f"share.{name}": group.share}
+    return {f"plan.{name}": f"{value:.6g}" for name, value in values.items()}
 
 
 @contextmanager
@@ -259,38 +267,14 @@ def track(
                 run.end(status, reason)
 
 
-def _earlier(client: MlflowClient, output: Path) -> Run | None:
-    """The run of the resumed job; None if it has none in this store, or the folder is a copy of another job's."""
-    try:
-        run = client.get_run((output / RUN).read_text())
-        said = Path(run.data.tags.get(OUTPUT, output))
-        if said.exists() and not said.samefile(output):  # of a folder of another machine, nothing exists here
-            return None
-        _refuse_older_ledger(client, run.info.run_id, output / "ledger.jsonl")
-    except (OSError, MlflowException):
-        return None
-    return run
-
-
-def _reopen(client: MlflowClient, run: Run) -> None:
-    client.update_run(run.info.run_id, status="RUNNING")
-    for tag, value in provenance_of_resume().items():
-        client.set_tag(run.info.run_id, tag, value)
+def _reopen(client: MlflowClient, run: Run, own: Mapping[str, str]) -> str:
+    run_id: str = run.info.run_id
+    client.update_run(run_id, status="RUNNING")
+    for tag, value in own.items():
+        client.set_tag(run_id, tag, value)
     if ERROR in run.data.tags:
-        client.delete_tag(run.info.run_id, ERROR)
-
-
-def _refuse_older_ledger(client: MlflowClient, run_id: str, ledger: Path) -> None:
-    """Refuses a ledger that lacks rounds of the copy in MLflow: those rounds would count nowhere."""
-    with tempfile.TemporaryDirectory() as copied:
-        if all(artifact.path != ledger.name for artifact in client.list_artifacts(run_id)):
-            return
-        client.download_artifacts(run_id, ledger.name, copied)
-        if not contains_lines(ledger.read_bytes(), (Path(copied) / ledger.name).read_bytes()):
-            raise ConfigError(
-                f"{ledger} lacks rounds that the ledger of its run {run_id} in MLflow holds, as an earlier copy does; "
-                "put the run's artifact in its place, so that all of them count."
-            )
+        client.delete_tag(run_id, ERROR)
+    return run_id
 
 
 def record_failure(cfg: DictConfig, error: Exception) -> None:

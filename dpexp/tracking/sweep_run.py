@@ -17,8 +17,9 @@ from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, compact, summary, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
 from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, constants, end_dead_runs, open_store, set_view
+from dpexp.tracking.job_folder import write_json
 from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume, valid_name
-from dpexp.tracking.read import downloaded_run, search, trials
+from dpexp.tracking.read import pulled, search, trials
 
 TRIALS, SUMMARY = "trials.csv", "summary.csv"  # in a sweep's folder: a row for each trial, for each configuration
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
@@ -57,9 +58,7 @@ class SweepRun:
         """Stores facts for the next start of the same sweep."""
         self.facts |= facts
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = self._file.with_suffix(".part")
-        partial_file.write_text(json.dumps(self.facts))
-        partial_file.replace(self._file)
+        write_json(self._file, self.facts)
 
     def trials(self) -> DataFrame:
         """The trials, each once: of several starts the one that finished, else the last."""
@@ -106,7 +105,7 @@ class SweepRun:
     def _ledger(self, run_id: str, output: Path) -> Ledger:
         if (output / "ledger.jsonl").exists():
             return ledger_so_far(output / "ledger.jsonl")
-        with downloaded_run(self._uri, run_id) as folder:
+        with pulled(self._uri, run_id, "ledger.jsonl", "ledger.end.json") as folder:
             return ledger_so_far(folder / "ledger.jsonl")
 
     def conclude(

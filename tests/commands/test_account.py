@@ -86,6 +86,7 @@ def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_jo
     run_id = result_of(output)["mlflow_run_id"]
     expected = epsilon(read_ledger(output / "ledger.jsonl"), 1e-6, "moments")
     assert account([str(output), "accountant=moments"]) == {"moments": expected}
+    output.rename("elsewhere")
     assert account([run_id, "accountant=moments"]) == {"moments": expected}
 
 

@@ -167,8 +167,12 @@ def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(dpexp_
     output = dpexp_job(*quick, "privacy.delta=1e-6")
     run_id = result_of(output)["mlflow_run_id"]
     path = output / "ledger.certificate.json"
-    assert certificate([str(output)]) == path == certificate([run_id])
+    assert certificate([str(output)]) == path
     said = json.loads(path.read_text())
+    output.rename("elsewhere")
+    fetched = certificate([run_id])
+    assert fetched == Path(run_id, path.name) and json.loads(fetched.read_text()) | {"made": said["made"]} == said
+    Path("elsewhere").rename(output)
     assert said["made"]["mlflow_run_id"] == run_id and said["guarantee"]["delta"] == 1e-6
     assert said["run"]["ledger"]["run"] == json.loads((output / "ledger.jsonl").open().readline())["run"]
     for named in (run_id, str(path)):

@@ -44,7 +44,10 @@ def test_a_page_of_a_run_says_what_it_guarantees(dpexp_job, tmp_path):
     uri = "tracking.uri=sqlite:///outputs/mlflow.db"
     job = dpexp_job(*QUICK, "group=per_layer", uri, "tracking.run_name='<b>&'")
     result, (run,) = result_of(job), store_of(tmp_path).search_runs(["1"])
+    dpexp_job("report", str(job), "out=of_the_folder.html")
+    job.rename("elsewhere")
     dpexp_job("report", run.info.run_id, "out=page.html")
+    assert (tmp_path / "page.html").read_text() == (tmp_path / "of_the_folder.html").read_text()
     page = Page(tmp_path / "page.html")
     assert "Linear" not in page.text and "logistic on Digits" in page.text
     assert "3 rounds, each on about 359 of 1437 records." in page.text
@@ -86,11 +89,11 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
 def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(dpexp_job, tmp_path):
     for number, options in enumerate((["sampling=fixed_size"], ["privacy.delta=1e-6", "diagnostics=unsafe"])):
         dpexp_job(*QUICK, *options, "tracking=none", f"hydra.run.dir={tmp_path}/{number}")
-    dpexp_job("copy", *QUICK, "tracking=none", "my.yaml")
+    dpexp_job("copy", *QUICK, "my.yaml")
     dpexp_job("my.yaml", "seed=1", f"hydra.run.dir={tmp_path}/2")
-    dpexp_job("report", *(str(tmp_path / number) for number in "012"))
+    dpexp_job("report", *(str(tmp_path / number) for number in "01"), (tmp_path / "2" / "mlflow_run_id").read_text())
     page = Page(tmp_path / "report.html")
-    (first, second, third) = (row for row in page.rows[1:4])
+    (third, first, second) = (row for row in page.rows[1:4])  # what was fetched comes first
     assert first[1].endswith("at δ = 0.0001, replace_one") and third[1].endswith("at δ = 0.0001, add_remove")
     assert second[1].endswith("at δ = 1e-06, add_remove not private")
     assert "It covers no run that is not private." in page.text

@@ -27,7 +27,7 @@ from dpexp.tracking import data_budget
 from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in, lock_of
 from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER
-from dpexp.tracking.run import _earlier
+from dpexp.tracking.mirror import earlier_run
 
 __all__ = ["run_on", "store"]  # fixtures
 pytestmark = pytest.mark.usefixtures("bare")
@@ -151,9 +151,11 @@ def test_a_copy_of_a_jobs_folder_is_not_resumed_as_the_job(run_on):
     copy = output.with_name(f"{output.name} copy")
     shutil.copytree(output, copy)
     run_on.client.set_tag(run_on.id(output), OUTPUT, str(output))
-    assert _earlier(run_on.client, output).info.run_id == run_on.id(output) and _earlier(run_on.client, copy) is None
+    assert (
+        earlier_run(run_on.client, output).info.run_id == run_on.id(output) and earlier_run(run_on.client, copy) is None
+    )
     shutil.rmtree(output)  # or another machine
-    assert _earlier(run_on.client, copy).info.run_id == run_on.id(copy)
+    assert earlier_run(run_on.client, copy).info.run_id == run_on.id(copy)
 
 
 # Jobs

@@ -1,0 +1,286 @@
+"""A job's record in its folder, and the run in MLflow that mirrors it.
+
+The folder alone counts. `Mirror.push` sends what the run does not have yet: from a thread while the job trains, and
+later by `python -m dpexp mirror FOLDER`.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils import chunk_list
+from omegaconf import DictConfig, OmegaConf
+
+from dpexp.accounting.ledger import contains_lines
+from dpexp.errors import ConfigError
+from dpexp.tracking.client import ERROR, MAX_METRICS, MAX_PARAMS, OUTPUT, one_line, open_store, set_view
+from dpexp.tracking.job_folder import (
+    LEDGER,
+    METRICS,
+    RECORD,
+    RUN,
+    SENT,
+    STATUS,
+    ended,
+    exclusive,
+    read_json,
+    write_json,
+)
+from dpexp.tracking.provenance import valid_name, without_passwords
+from dpexp.tracking.registered_model import send_model
+
+INTERVAL = 2.0  # seconds between pushes while a job trains
+
+
+class Record:
+    """What a job says of itself, in its folder; of a round nothing but its metrics, and no time.
+
+    `run.json` has name, tags, parameters and the names of files that are closed, each line of `metrics.jsonl` a step
+    and its metrics, `status.json` how the job ended.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        self.folder, self._facts = folder, facts
+        (folder / STATUS).unlink(missing_ok=True)  # of a job that is resumed
+        with (folder / METRICS).open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # a power failure may have cut the last line
+        write_json(folder / RECORD, facts)
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Adds a line; its place is the only time that MLflow will show."""
+        row = {"step": step, "metrics": {valid_name(name): float(value) for name, value in values.items()}}
+        with (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def add(self, *files: str, tags: Mapping[str, str] | None = None, **facts: Any) -> None:
+        """Adds the names of closed files, tags, and other facts; a mirror with the same `facts` has them, too."""
+        self._facts |= facts | {"files": [*self._facts["files"], *files], "tags": self._facts["tags"] | (tags or {})}
+        write_json(self.folder / RECORD, self._facts)
+
+    def end(self, status: str, reason: str | None, rounds: int) -> dict[str, Any]:
+        """Writes how the job ended, and returns it."""
+        said = {"status": status, "reason": reason, "rounds": rounds, "time": int(time.time() * 1000)}
+        with suppress(OSError):  # a full disk; the job's own error says so
+            write_json(self.folder / STATUS, said)
+        return said
+
+
+class Mirror:
+    """The run that mirrors a job's folder.
+
+    No method raises because of the server. `mirror.json` says what the run has. The timestamps of metrics count up by
+    one millisecond from the start: the duration of a round depends on its private sample. A point that MLflow gets
+    twice is there once.
+    """
+
+    def __init__(self, client: MlflowClient, run_id: str, folder: Path, facts: Mapping[str, Any]) -> None:
+        self._client, self._run_id, self._folder, self._facts = client, run_id, folder, facts
+        run = client.get_run(run_id)
+        self._tags, self._params, self._status = run.data.tags, run.data.params, run.info.status
+        self._sent = read_json(folder / SENT)  # by the id of a run: a job may have one in several stores
+        sent = self._sent.get(run_id, {})
+        self._lines: int = sent.get("lines", 0)
+        self._files: dict[str, list[int]] = sent.get("files", {})
+        self._thread = Thread(target=self._follow, daemon=True)  # at its end, Python does not wait for it
+        self._ended, self._given_up = Event(), False
+        self._end: Mapping[str, Any] = {}
+        self.missed: str | None = None  # why the server has not got everything
+
+    def follow(self) -> None:
+        """Pushes every two seconds, from a thread, until `close`."""
+        self._thread.start()
+
+    def close(self, end: Mapping[str, Any], patience: float) -> bool:
+        """Pushes the rest and how the job ended, for at most `patience` seconds. Whether the server answered."""
+        self._end = end
+        self._ended.set()
+        self._thread.join(patience)
+        self._given_up = self._thread.is_alive()
+        if self._given_up:
+            self.missed = self.missed or f"it did not answer within {patience:g} s"
+        return not self._given_up
+
+    def _follow(self) -> None:
+        self.push({})
+        while not self._ended.wait(INTERVAL):
+            self.push({})
+        self.push(self._end)
+
+    def push(self, end: Mapping[str, Any]) -> None:
+        """Sends what the run lacks. `end`: how the job ended; empty while it goes on."""
+        if self._given_up:
+            return
+        self.missed = None
+        try:
+            self._push(end)
+        except Exception as error:  # of the folder
+            self.missed = self.missed or one_line(error)
+
+    def _push(self, end: Mapping[str, Any]) -> None:
+        facts = self._facts
+        tags = facts["tags"] | ({ERROR: end["reason"]} if end.get("reason") else {})
+        self._push_texts("tags", RunTag, tags, self._tags)
+        self._push_texts("params", Param, facts["params"], self._params)
+        self._push_metrics()
+        first = [LEDGER, "ledger.end.json"] if end else []  # in this order: a ledger may have gone on after its end
+        for path in (self._folder / name for name in (*first, *facts["files"])):
+            if path.exists() and self._files.get(path.name) != _version(path) and self._sends_file(path):
+                self._files[path.name] = _version(path)
+                self._keep()
+        status = end.get("status", self._status)
+        if status != self._status and self._sends(self._client.set_terminated, status, end.get("time")):
+            self._status = status
+
+    def _push_texts(self, kind: str, entity: Callable[..., Any], texts: dict[str, str], known: dict[str, str]) -> None:
+        lacking = [entity(*one) for one in texts.items() if known.get(one[0]) != one[1]]
+        for some in chunk_list(lacking, MAX_PARAMS):
+            if self._sends(self._client.log_batch, **{kind: some}):
+                known |= {one.key: one.value for one in some}
+
+    def _push_metrics(self) -> None:
+        with (self._folder / METRICS).open() as file:
+            rows = [json.loads(line) for line in islice(file, self._lines, None) if line.endswith("\n")]
+        points = [
+            Metric(name, value, self._facts["start"] + line, row["step"])
+            for line, row in enumerate(rows, self._lines)
+            for name, value in row["metrics"].items()
+        ]
+        log = self._client.log_batch
+        if points and all(self._sends(log, metrics=some) for some in chunk_list(points, MAX_METRICS)):
+            self._lines += len(rows)
+            self._keep()
+
+    def _sends_file(self, path: Path) -> bool:
+        if path.name == "mlflow_model":
+            return self._sends(partial(send_model, self._client), path.resolve(), **self._facts["model"])
+        if path.suffix == ".yaml":
+            return self._sends(self._client.log_text, without_passwords(path.read_text()), path.name)
+        return self._sends(self._client.log_artifact, str(path.resolve()))
+
+    def _sends(self, request: Callable[..., Any], *values: Any, **named: Any) -> bool:
+        """Whether the server took what it got. What it misses does not keep the rest from it."""
+        if self._given_up:
+            return False
+        try:
+            request(self._run_id, *values, **named)
+        except Exception as error:
+            self.missed = self.missed or one_line(error)
+            return False
+        return True
+
+    def _keep(self) -> None:
+        with suppress(OSError):  # a full disk; later it is sent again
+            self._sent[self._run_id] = {"lines": self._lines, "files": self._files}
+            write_json(self._folder / SENT, self._sent)
+
+
+def _version(path: Path) -> list[int]:
+    """Changes when a file, or one in a folder, is written."""
+    found = [one.stat() for one in (path, *path.rglob("*")) if one.name != "MLmodel"]  # which send_model writes
+    return [sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)]
+
+
+def mirrored(folder: Path, uri: str | None) -> str:
+    """Sends what the run of an ended job lacks, and creates it in a store that has none; returns the run's id.
+
+    Args:
+        uri: the store; by default that of the job.
+    """
+    if not (facts := read_json(folder / RECORD)):
+        raise ConfigError(f"{folder} holds no {RECORD}, the record of a job; name the folder of a job with tracking.")
+    cfg = OmegaConf.load(folder / "config.yaml")
+    assert isinstance(cfg, DictConfig)
+    cfg.tracking.uri = uri or cfg.tracking.uri
+    store = without_passwords(cfg.tracking.uri)
+    if ":…@" in cfg.tracking.uri:
+        raise ConfigError(f"the password of {store} is not kept; give uri=….")
+    from dpexp.tracking import data_budget
+
+    with exclusive(folder):
+        client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+        begin = partial(created, client, experiment_id, facts)
+        try:
+            if (run := run_of(client, folder)) is not None:
+                run_id = run.info.run_id
+                _refuse_earlier_copy(folder, facts["tags"], run)
+                _refuse_older_ledger(client, run_id, folder / LEDGER)
+            elif cfg.data.id is None:
+                run_id = begin()
+            else:
+                run_id = data_budget.start(cfg, client, None, folder, None, begin)
+            mirror = Mirror(client, run_id, folder, facts)
+        except (MlflowException, OSError) as error:
+            raise ConfigError(f"{store} cannot be used: {one_line(error)}") from error
+        mirror.push(ended(folder))
+        if mirror.missed is not None:
+            raise ConfigError(f"the run {run_id} of {store} still lacks some of {folder}: {mirror.missed}")
+        if cfg.data.id is not None:
+            data_budget.end(client, cfg.tracking.uri, run_id, folder)
+    return run_id
+
+
+def created(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any]) -> str:
+    """Creates the run of a job; returns its id."""
+    run = client.create_run(experiment_id, facts["start"], facts["tags"], facts["name"])
+    set_view(client, experiment_id)
+    inputs = DatasetInput(Dataset(**facts["data"]), [InputTag("mlflow.data.context", "training")])
+    client.log_inputs(run.info.run_id, [inputs])
+    return run.info.run_id
+
+
+def run_of(client: MlflowClient, folder: Path) -> Run | None:
+    """The run of the job in a folder; None if it has none in this store."""
+    own = [(folder / RUN).read_text()] if (folder / RUN).exists() else []
+    for run_id in (*own, *read_json(folder / SENT)):
+        try:
+            return client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+    return None
+
+
+def earlier_run(client: MlflowClient, output: Path) -> Run | None:
+    """The run of a job that is resumed; None if it has none in this store, or the folder is a copy of another job's."""
+    if (run := run_of(client, output)) is None:
+        return None
+    said = Path(run.data.tags.get(OUTPUT, output))
+    if said.exists() and not said.samefile(output):  # of a folder of another machine, nothing exists here
+        return None
+    _refuse_older_ledger(client, run.info.run_id, output / LEDGER)
+    return run
+
+
+def _refuse_earlier_copy(folder: Path, own: Mapping[str, str], run: Run) -> None:
+    """Refuses the folder of a job that was resumed in a copy of it, which the ledger in MLflow need not show yet."""
+    now = [run.data.tags.get(f"dpexp.{name}") for name in ("host", "pid")]
+    if now != [own[f"dpexp.{name}"] for name in ("host", "pid")]:
+        raise ConfigError(
+            f"{folder} is an earlier copy of its job, whose run {run.info.run_id} went on in process {now[1]} of "
+            f"{now[0]}; mirror the folder of that one."
+        )
+
+
+def _refuse_older_ledger(client: MlflowClient, run_id: str, ledger: Path) -> None:
+    """Refuses a ledger that lacks rounds of the copy in MLflow: they would count nowhere."""
+    with tempfile.TemporaryDirectory() as copied:
+        if all(artifact.path != ledger.name for artifact in client.list_artifacts(run_id)):
+            return
+        client.download_artifacts(run_id, ledger.name, copied)
+        written = ledger.read_bytes() if ledger.exists() else b""
+        if not contains_lines(written, (Path(copied) / ledger.name).read_bytes()):
+            raise ConfigError(
+                f"{ledger} lacks rounds that the ledger of its run {run_id} in MLflow holds, as an earlier copy does; "
+                "put the run's artifact in its place, so that all of them count."
+            )
