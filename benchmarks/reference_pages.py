@@ -11,8 +11,10 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.utils import get_object
@@ -282,6 +284,8 @@ def type_of(key: str, targets: dict[str, list[str]]) -> str:
             found = hints(object_of(target)).get(name, Any)
     if found is Any or is_dataclass(found):
         return ""
+    if get_origin(found) is Union:  # of an annotation with a range; written as others are
+        found = reduce(or_, get_args(found))
     return f"`{re.sub(r'[a-z_]+[.]', '', inspect.formatannotation(found))}`"
 
 

@@ -14,7 +14,7 @@ from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverag
 from dpexp.accounting.sampling import Policy
 from dpexp.commands.objects import made_of
 from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, options_by_key, part_of, refusal_of_interpolation
-from dpexp.errors import ConfigError, exactly_one
+from dpexp.errors import ConfigError, exactly_one, made_from
 from dpexp.privacy.plan.options import Gaussian, Schedules, Target
 from dpexp.privacy.sampling.privacy_unit import Example, User
 from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN
@@ -80,7 +80,8 @@ def privacy_unit_of(cfg: DictConfig) -> Example:
 def target_of(cfg: DictConfig) -> Target:
     names = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier")
     values = {name: value for name, value in values_of(cfg.privacy).items() if name in names}
-    return Target(**values, accountant=reported(cfg))
+    with made_from("privacy"):
+        return Target(**values, accountant=reported(cfg))
 
 
 def sampling_of(cfg: DictConfig) -> Policy:

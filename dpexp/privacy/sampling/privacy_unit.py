@@ -14,7 +14,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpexp.accounting.ledger.events import unit
-from dpexp.errors import ConfigError, exactly_one, positive, positive_integer, says_how_to_call
+from dpexp.errors import (
+    ConfigError,
+    Count,
+    Positive,
+    checks_arguments,
+    exactly_one,
+    key_in,
+    made_from,
+    positive_integer,
+)
 
 if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
 NOBODY = -1  # the user of an example whose user is not known
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class Example:
     """A record is an example: what the data set gives for an index."""
@@ -62,15 +71,12 @@ class Example:
         return " ".join([f"{one}s", *rest])
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class Microbatch(Example):
     """Record i is the k examples at positions ik to (i+1)k - 1; `size` is k."""
 
-    size: int
-
-    def __post_init__(self) -> None:
-        positive_integer("privacy_unit.size", self.size)
+    size: Count
 
     @property
     def max_examples_in_round(self) -> int:
@@ -91,7 +97,7 @@ class Microbatch(Example):
         return Units([range(start, min(start + k, n)) for start in range(0, n, k)])
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class LocalTraining:
     """A user's vector is the change of the weights by SGD (see `dpexp.privacy.gradients.one_at_a_time`).
@@ -102,17 +108,13 @@ class LocalTraining:
         batch_size: examples of a step, in the record's order; the last step of an epoch may have fewer; None: all.
     """
 
-    lr: float
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
+    lr: Positive
+    steps: Count | None = None
+    epochs: Count | None = None
+    batch_size: Count | None = None
 
     def __post_init__(self) -> None:
-        positive("privacy_unit.local_training.lr", self.lr)
         exactly_one("privacy_unit.local_training", steps=self.steps, epochs=self.epochs)
-        for name in ("steps", "epochs", "batch_size"):
-            if getattr(self, name) is not None:
-                positive_integer(f"privacy_unit.local_training.{name}", getattr(self, name))
 
     def batches(self, m: int) -> list[range]:
         """The rows of each step's batch, for m examples."""
@@ -122,7 +124,7 @@ class LocalTraining:
         return [epoch[step % len(epoch)] for step in range(steps)]
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class User(Example):
     """A record is all examples of a user.
@@ -135,12 +137,11 @@ class User(Example):
             mean gradient.
     """
 
-    max_examples: int = 1
+    max_examples: Count = 1
     user_attribute: str | None = None
     local_training: LocalTraining | None = None  # type: ignore[assignment]  # a mapping becomes one
 
     def __post_init__(self) -> None:
-        positive_integer("privacy_unit.max_examples", self.max_examples)
         if self.local_training is not None and not isinstance(self.local_training, LocalTraining):
             object.__setattr__(self, "local_training", _local_training(self.local_training))
 
@@ -267,7 +268,8 @@ _OF_LISTS = "privacy_unit.user_attribute=null needs a data set in which each ind
 
 def _local_training(options: Any) -> LocalTraining:
     try:
-        return LocalTraining(**options)
+        with made_from(key_in("local_training")):
+            return LocalTraining(**options)
     except TypeError as error:
         raise ConfigError(
             f"privacy_unit.local_training={options} must give lr, and steps or epochs, and may give batch_size; it "
