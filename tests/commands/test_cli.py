@@ -251,6 +251,7 @@ BAD = {
     "scheduler={_target_:torch.optim.lr_scheduler.StepLR,step_size:0}": "cannot be made of scheduler.step_size=0: ",
     "hydra.run.dir=/dev/null": "hydra.run.dir=/dev/null cannot be read or written: it is a file, and must be a folder.",
     "clip_norm=adaptive +clip_norm.value=0.1": "clip_norm.value=0.1 is no option of dpexp.AdaptiveClipNorm",
+    "mechanism=joint alpha=uniform alpha.total=-1": "alpha.total=-1 must be a finite number above 0.",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",
