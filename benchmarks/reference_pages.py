@@ -11,8 +11,10 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.utils import get_object
@@ -132,7 +134,12 @@ def of_group(group: str, paths: list[Path]) -> Iterator[str]:
     yield f"| `{group}` | |\n|---|---|\n" + "\n".join(lines)
     if group in PER_RECORD:
         return
-    section, found, comments, targets = group.replace("/", "."), {}, {}, {}  # comments: key -> option -> comment
+    section, found, comments, targets = (
+        group.replace("/", "."),
+        {},
+        {},
+        {},
+    )  # comments: key -> option -> comment
     for path in paths:
         text = path.read_text()
         content = yaml.safe_load(text) or {}
@@ -175,18 +182,18 @@ def leading(text: str) -> list[str]:
     return lines[:length]
 
 
-def flat(content: Any, targets: dict[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(content: Any, targets: dict[str, list[str]], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, default) of what a user may set; notes the classes of sections."""
     for key, value in content.items():
         name = f"{prefix}.{key}" if prefix else key
-        if key in ("_target_", "defaults", "policy", "kind", "module") and prefix.count(".") < 1:
+        if key in ("_target_", "defaults", "module") and prefix.count(".") < 1:
             if key == "_target_" and value:
-                targets.setdefault(prefix, value)
+                targets.setdefault(prefix, []).append(value)
             elif key == "module":
                 own = {of: one for of, one in value.items() if of != "_target_" and "${" not in str(one)}
                 yield from flat(own, targets, name) if own and "subset" in own else ()
         elif key == "_target_":
-            targets.setdefault(prefix, value)
+            targets.setdefault(prefix, []).append(value)
         elif isinstance(value, dict) and ("." not in name.removeprefix("hydra.") or name.startswith(NAMED)):
             yield from flat(value, targets, name)
         else:
@@ -213,7 +220,7 @@ def row(
     defaults: list[tuple[Any, Any]],
     comments: dict[str, Any],
     options: int = 0,
-    targets: dict[str, str] | None = None,
+    targets: dict[str, list[str]] | None = None,
 ) -> str:
     """A row of a table: key, type, default, and what its comments say; of some options alone, with their names."""
     found = comments.get(key) or documented(key, targets or {})
@@ -262,7 +269,7 @@ def one_default(value: Any) -> str:
     return f"`{cell(text)}`"
 
 
-def type_of(key: str, targets: dict[str, str]) -> str:
+def type_of(key: str, targets: dict[str, list[str]]) -> str:
     """The type in the schema, or in the signature of the section's class; empty if neither says one."""
     kind: Any = Config
     *sections, name = key.split(".")
@@ -272,11 +279,13 @@ def type_of(key: str, targets: dict[str, str]) -> str:
         if kind is None:
             break
     found = hints(kind).get(name, Any) if kind else Any
-    target = str(targets.get(".".join(sections)))
-    if found is Any and target.startswith("dpexp."):  # others' types differ between their versions
-        found = hints(object_of(target)).get(name, Any)
+    for target in targets.get(".".join(sections), ()):
+        if found is Any and target.startswith("dpexp."):  # others' types differ between their versions
+            found = hints(object_of(target)).get(name, Any)
     if found is Any or is_dataclass(found):
         return ""
+    if get_origin(found) is Union:  # of an annotation with a range; written as others are
+        found = reduce(or_, get_args(found))
     return f"`{re.sub(r'[a-z_]+[.]', '', inspect.formatannotation(found))}`"
 
 
@@ -293,10 +302,10 @@ def hints(kind: Any) -> dict[str, Any]:
         return {}
 
 
-def documented(key: str, targets: dict[str, str]) -> str:
-    """What the docstring of the section's class says of an argument."""
+def documented(key: str, targets: dict[str, list[str]]) -> str:
+    """What the docstring of the section's first class says of an argument."""
     *sections, name = key.split(".")
-    kind: Any = object_of(targets.get(".".join(sections)))
+    kind: Any = object_of(next(iter(targets.get(".".join(sections), ())), None))
     if kind is None and len(sections) == 1:
         kind = next((f.type for f in fields(Config) if f.name == sections[0]), None)
     lines = (inspect.getdoc(kind) or "") if kind else ""

@@ -17,7 +17,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.accounting.ledger.events import Part
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, positive_integer
 from dpexp.privacy.plan.options import Schedules
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -72,15 +72,6 @@ class Privacy:
     adjacency: str | None = None
     noise_seed: int | None = None
     budget: Any = None
-
-
-@dataclass
-class PrivacyUnit:
-    kind: str = "example"
-    size: int | None = None
-    max_examples: int | None = None
-    user_attribute: str | None = None
-    local_training: Any = None
 
 
 @dataclass
@@ -155,7 +146,7 @@ class Config:
     clip_rule: Any = None
     allocation: Any = None
     noise: Any = None
-    privacy_unit: PrivacyUnit = field(default_factory=PrivacyUnit)
+    privacy_unit: Any = None
     private_metrics: PrivateMetrics = field(default_factory=PrivateMetrics)
     batchnorm: Any = None
     sampling: Any = None
@@ -271,7 +262,8 @@ def _class_count(names: Any) -> int:
 
 def _batch_size_for(n: int, users: int | None, unit: Any, evenly: bool = False) -> float:
     """The default number of examples in a sample: those of a quarter of the units, at most 512; `evenly`: or so."""
-    units = users if unit.kind == "user" and users else n / (unit.size or 1)
+    examples = positive_integer("privacy_unit.size", unit.get("size", 1))
+    units = users if users and "max_examples" in unit else n / examples
     size = max(1, min(512, units // 4))
     return (math.ceil(units / max(1, round(units / size))) if evenly else size) * max(n, 1) / max(units, 1)
 

@@ -4,12 +4,16 @@ import inspect
 import math
 import traceback
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, get_args
 
 Class = TypeVar("Class", bound=type)
+_section: ContextVar[str] = ContextVar("section", default="")  # of a configuration, from which an object is made
 _format_warning = warnings.formatwarning
 
 
@@ -25,18 +29,60 @@ class RecordError(ValueError):
     """A record without a loss. It contributes nothing; if no record has one, the message says why."""
 
 
+class Range(NamedTuple):
+    """The values that an argument may have, in its annotation.
+
+    Attributes:
+        wanted: how a sentence about another value ends.
+        has: whether a value is one of them.
+    """
+
+    wanted: str
+    has: Callable[[Any], bool]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def between(low: float, high: float, ends: str, why: str = "") -> Range:
+    """The numbers of an interval, whose `ends` are as in mathematics: (] is without the lower one, with the upper."""
+
+    def has(value: object) -> bool:
+        inside = is_number(value) and low <= value <= high
+        return inside and (value != low or ends[0] == "[") and (value != high or ends[1] == "]")
+
+    return Range(f"must lie in {ends[0]}{low:g}, {high:g}{ends[1]}{why}", has)
+
+
+def one_of(*names: str) -> Range:
+    return Range(f"is unknown; known: {', '.join(names)}", names.__contains__)
+
+
+POSITIVE = Range("must be a finite number above 0", lambda value: is_number(value) and value > 0)
+COUNT = Range("must be an integer of at least 1", is_count)
+Positive: TypeAlias = Annotated[float, POSITIVE]
+Count: TypeAlias = Annotated[int, COUNT]
+Rate: TypeAlias = Annotated[float, between(0, 1, "(]")]
+
+
 def positive(key: str, value: Any) -> float:
     """The value, if it is a finite number above 0; a ConfigError otherwise."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > 0):
-        raise ConfigError(f"{key}={value} must be a finite number above 0.")
+    if not POSITIVE.has(value):
+        raise ConfigError(f"{key}={value} {POSITIVE.wanted}.")
     return float(value)
 
 
-def positive_integer(key: str, value: Any, alternative: str = "") -> int:
-    """The value, if it is an integer of at least 1; a ConfigError otherwise. `alternative` ends its sentence."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}={value} must be an integer of at least 1{alternative}.")
+def positive_integer(key: str, value: Any) -> int:
+    """The value, if it is an integer of at least 1; a ConfigError otherwise."""
+    if not is_count(value):
+        raise ConfigError(f"{key}={value} {COUNT.wanted}.")
     return value
 
 
@@ -48,21 +94,58 @@ def exactly_one(section: str, **choices: Any) -> None:
         raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")
 
 
-def says_how_to_call(kind: Class) -> Class:
-    """Decorates a class: the TypeError of a call with wrong arguments has the line to write."""
-    init, takes = kind.__init__, ", ".join(f"{name}=…" for name in inspect.signature(kind).parameters)  # type: ignore[misc]
+@contextmanager
+def made_from(section: str) -> Iterator[None]:
+    """In which the arguments of objects are keys of a configuration's section, and are named as such."""
+    token = _section.set(section)
+    try:
+        yield
+    finally:
+        _section.reset(token)
+
+
+def key_in(section: str) -> str:
+    """The key of a section within the one that an object is made from."""
+    return f"{outer}.{section}" if (outer := _section.get()) else ""
+
+
+def checks_arguments(kind: Class) -> Class:
+    """Decorates a class: its arguments must be in the ranges that their annotations have.
+
+        >>> Poisson(sampling_rate=1.5)
+        ConfigError: Poisson(sampling_rate=1.5) must lie in (0, 1].
+
+    Of an object that is made from a configuration, the sentence has the key: `sampling.sampling_rate=1.5`. The
+    TypeError of a call with wrong arguments has the line to write.
+    """
+    init, signature = kind.__init__, inspect.signature(kind)  # type: ignore[misc]
 
     @wraps(init)
-    def checked(*args: Any, **given: Any) -> None:
+    def checked(self: Any, *args: Any, **given: Any) -> None:
         try:
-            init(*args, **given)
+            values = signature.bind_partial(*args, **given).arguments  # an unknown name is told before a missing one
+            signature.bind(*args, **given)
         except TypeError as error:
-            if error.__traceback__.tb_next:  # type: ignore[union-attr]  # raised inside, not by the call
-                raise
-            raise TypeError(f"{error}; write {kind.__name__}({takes}), or some of it.") from None
+            takes = ", ".join(f"{name}=…" for name in signature.parameters)
+            raise TypeError(f"{kind.__name__}: {error}; write {kind.__name__}({takes}), or some of it.") from None
+        check_ranges(self, signature, values)
+        init(self, *args, **given)
 
     kind.__init__ = checked  # type: ignore[misc]
     return kind
+
+
+def check_ranges(made: object, signature: inspect.Signature, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError: a value of an object is not in the range that the annotation of its argument has."""
+    for name, parameter in signature.parameters.items():
+        parts = (parameter.annotation, *get_args(parameter.annotation))  # of Positive | None: Positive and None
+        for allowed in (one for part in parts for one in getattr(part, "__metadata__", ())):
+            value = values.get(name)
+            may_be = allowed.has(value) or (value is None and type(None) in parts)
+            if name in values and not may_be:
+                section = _section.get()
+                argument = f"{section}.{name}={value}" if section else f"{type(made).__name__}({name}={value!r})"
+                raise ConfigError(f"{argument} {allowed.wanted}.")
 
 
 def words_of(error: object) -> str:

@@ -65,6 +65,8 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
 
 
 def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Gaussian, target: Target) -> PrivacyPlan:
+    if cfg.alpha:
+        make("alpha", cfg.alpha)  # a wrong value is refused by its own key, not by that of the mechanism that has it
     clipping = {name: _by_group(cfg, name) for name in BY_GROUP}
     mechanisms = clipping["mechanism"].values() if isinstance(clipping["mechanism"], dict) else [clipping["mechanism"]]
     if cfg.alpha and not any(hasattr(mechanism, "alpha") for mechanism in mechanisms):

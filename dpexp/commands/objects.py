@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig
 
-from dpexp.errors import ConfigError, in_one_line, root_of
+from dpexp.errors import ConfigError, in_one_line, made_from, root_of
 
 _NUMBERS = {"int", "float", "bool", "NoneType", "Tensor"}  # types of arguments that are numbers
 
@@ -19,7 +19,8 @@ def made_of(section: str, node: Any, **arguments: Any) -> Any:
     target = str(node.get("_target_")) if node else ""
     check_numbers(section, target, node)
     try:
-        return instantiate(node, _convert_="all", **arguments)
+        with made_from(section):
+            return instantiate(node, _convert_="all", **arguments)
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None

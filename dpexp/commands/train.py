@@ -33,10 +33,11 @@ from dpexp.commands.saved_jobs import (
 )
 from dpexp.commands.trainer import callback_for, explained, trainer_for
 from dpexp.commands.trial import trial_label
-from dpexp.commands.validate import check, reported, taken
+from dpexp.commands.validate import check, privacy_unit_of, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.distributed import Processes
 from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.sampling.privacy_unit import User
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
 from dpexp.tracking.job_folder import CONFIGURATION, LEDGER, PLANNED_LEDGER, finished_result
@@ -212,7 +213,7 @@ def _write(result: dict[str, Any], output: Path) -> None:
 def defaults_note(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> str:
     """A sentence that names the default values that follow from the data and the plan; "" if there are none."""
     chosen, given = [], OmegaConf.to_yaml(cfg)
-    if cfg.privacy_unit.kind == "user" and "users" in cfg.data.module:
+    if isinstance(privacy_unit_of(cfg), User) and "users" in cfg.data.module:
         chosen.append(f"data.users={cfg.data.users} synthetic users, to whom the records are assigned at random")
     if "shape: ${image_shape:" in given:
         chosen.append(f"data.shape={[*cfg.data.shape]}, for a small model where images are few")

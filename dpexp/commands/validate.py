@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unicodedata import is_normalized
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,14 +14,15 @@ from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverag
 from dpexp.accounting.sampling import Policy
 from dpexp.commands.objects import made_of
 from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, options_by_key, part_of, refusal_of_interpolation
-from dpexp.errors import ConfigError, exactly_one
+from dpexp.errors import ConfigError, exactly_one, made_from
 from dpexp.privacy.plan.options import Gaussian, Schedules, Target
-from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
+from dpexp.privacy.sampling.privacy_unit import Example, User
 from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN
 
+Made = TypeVar("Made")
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
-    "allocation", "data.features_of", "batchnorm", "sampling", "noise",
+    "allocation", "data.features_of", "batchnorm", "sampling", "noise", "privacy_unit",
 )  # fmt: skip
 # Keys of data that are read whatever its module is, and the folder that sweeps over several data sets share
 OF_ALL_DATA = (
@@ -73,28 +74,31 @@ def reported(cfg: DictConfig) -> str:
 
 
 def privacy_unit_of(cfg: DictConfig) -> Example:
-    return make_privacy_unit(**values_of(cfg.privacy_unit))
+    return _made_as(Example, "privacy_unit", cfg)
 
 
 def target_of(cfg: DictConfig) -> Target:
     names = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier")
     values = {name: value for name, value in values_of(cfg.privacy).items() if name in names}
-    return Target(**values, accountant=reported(cfg))
+    with made_from("privacy"):
+        return Target(**values, accountant=reported(cfg))
 
 
 def sampling_of(cfg: DictConfig) -> Policy:
     """The sampling policy, its rate and length as they are given."""
-    found = made_of("sampling", cfg.sampling)
-    if not isinstance(found, Policy):
-        raise ConfigError(f"sampling: {cfg.sampling._target_} is no dpexp.accounting.sampling.Policy.")
-    return found
+    return _made_as(Policy, "sampling", cfg)  # type: ignore[type-abstract]
 
 
 def noise_of(cfg: DictConfig) -> Gaussian:
-    found = made_of("noise", cfg.noise)
-    if not isinstance(found, Gaussian):
-        raise ConfigError(f"noise: {cfg.noise._target_} is neither dpexp.Gaussian nor dpexp.Banded.")
-    return found
+    return _made_as(Gaussian, "noise", cfg)
+
+
+def _made_as(kind: type[Made], section: str, cfg: DictConfig) -> Made:
+    """The object of a section, which must be of a kind."""
+    made = made_of(section, cfg[section])
+    if not isinstance(made, kind):
+        raise ConfigError(f"{section}: {cfg[section]._target_} is no subclass of {kind.__module__}.{kind.__name__}.")
+    return made
 
 
 def values_of(section: DictConfig) -> dict[str, Any]:
@@ -196,7 +200,8 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("data.shape", all(length >= 1 for length in cfg.data.shape or ()), "must hold integers of at least 1"),
         ("data.id", plain and (name is None or 0 < len(name) <= 250),
          "must be a name of 1 to 250 printable characters in Unicode's form NFC, without blanks at its ends"),
-        ("data.person", cfg.data.person in (None, "row") or cfg.privacy_unit.kind == "user" or not cfg.privacy.enabled,
+        ("data.person",
+         cfg.data.person in (None, "row") or isinstance(privacy_unit_of(cfg), User) or not cfg.privacy.enabled,
          "identifies people, whose rows belong together; add privacy_unit=user, or give the word row"),
         ("register", cfg.register is None or cfg.tracking.uri is not None,
          "needs MLflow's registry; choose tracking=mlflow"),
@@ -225,15 +230,15 @@ def _check_single_values(cfg: DictConfig) -> None:
 
 def _check_part(cfg: DictConfig) -> None:
     """Refuses a data.part that could depend on other records, or differ between neighbouring data sets."""
-    part, module, unit = cfg.data.get("part"), cfg.data.module, cfg.privacy_unit.kind
+    part, module, unit = cfg.data.get("part"), cfg.data.module, privacy_unit_of(cfg)
     if part_of(part, cfg.data.id) is None:
         return
     adjacency = check_covered(type(sampling_of(cfg)), cfg.privacy.adjacency)
-    person, by_person = module.get("person", module.get("user")), cfg.privacy_unit.get("user_attribute") == "user_of"
+    person, by_person = module.get("person", module.get("user")), getattr(unit, "user_attribute", None) == "user_of"
     for holds, wanted in (
         (module.get("part") == part, f"is no option of {module._target_}; choose data=csv or data=documents"),
         (cfg.data.id is not None, "needs data.id, the name of the data set that all parts are of"),
-        (unit == "example" or (by_person and part.column == person),
+        (unit == Example() or (by_person and part.column == person),
          f"needs privacy_unit=example, in which a row has one id, or privacy_unit=user and its column, {person}"),
         (adjacency == "add_remove", f"needs adjacency=add_remove: with {adjacency}, a record may change its part"),
     ):  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from dpexp._lightning_compat import TrainerFn, pl, refuse_mixed, replace_training_loader, training_loader
 from dpexp.accounting.rounding import up
-from dpexp.errors import ConfigError, says_how_to_call
+from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy import muted_logging, refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
@@ -20,7 +20,7 @@ from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.training import PrivateTraining
 
 
-@says_how_to_call
+@checks_arguments
 class PrivacyCallback(PrivateTraining, pl.Callback):
     """Trains any LightningModule by DP-SGD, as `plan` says.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp._torch_compat import BatchNorm
-from dpexp.errors import ConfigError, positive
+from dpexp.errors import ConfigError, Positive, Rate, checks_arguments
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import BATCHNORM, release
 
@@ -70,6 +70,7 @@ class RunningNorm(nn.Module):
         self.running_var *= (1 + rate * square).clamp(1 / _MAX_GROWTH, _MAX_GROWTH)
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class PrivateBatchNorm:
     """Running statistics, released privately.
@@ -80,21 +81,17 @@ class PrivateBatchNorm:
         initial_rate: `rate` of `RunningNorm`, in (0, 1].
     """
 
-    budget_share: float = 0.1
-    clip_scale: float = 1.0
-    initial_rate: float = 1.0
+    budget_share: Positive = 0.1
+    clip_scale: Positive = 1.0
+    initial_rate: Rate = 1.0
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        positive("batchnorm.budget_share", self.budget_share)
-        if not 0 < self.initial_rate <= 1:
-            raise ConfigError(f"batchnorm.initial_rate={self.initial_rate} must lie in (0, 1].")
         return _replaced(module, lambda name, layer: RunningNorm(layer, f"{BATCHNORM}/{name}", self.initial_rate))
 
     def release(self, module: nn.Module) -> dict[str, Any]:
         """The `private_metrics` argument of `make_plan` for the module's layers."""
-        scale = positive("batchnorm.clip_scale", self.clip_scale)
         values = {
-            layer.metric_name: {"alpha": scale * math.sqrt(2 * layer.channels), "dim": 2 * layer.channels}
+            layer.metric_name: {"alpha": self.clip_scale * math.sqrt(2 * layer.channels), "dim": 2 * layer.channels}
             for layer in private_norm_layers(module)
         }
         return {BATCHNORM: {"budget_share": self.budget_share, "values": values}} if values else {}

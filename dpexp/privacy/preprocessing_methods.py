@@ -6,19 +6,21 @@ A new method is a class here and a file in conf/preprocessing. `dpexp.privacy.pr
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.dominating_pairs import pure_below
 from dpexp.accounting.ledger import OneTimeQueryEvent
-from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
+from dpexp.errors import ConfigError, Count, Positive, Range, between, checks_arguments, exactly_one, is_count, one_of
 
+PLACE = Range("must be an integer of at least 0", lambda value: value == 0 or is_count(value))
 _MAX_CENTER = 1e20
 _MIN_VARIANCE = 1e-3  # relative to the mean square of all features
 
 
+@checks_arguments
 class Preprocessing(nn.Module, ABC):
     """A layer before the model, fitted once to the noisy sum of a vector of each record, clipped to S.
 
@@ -42,14 +44,14 @@ class Preprocessing(nn.Module, ABC):
     S: float
     replace_sensitivity: float
 
-    def __init__(self, budget_share: float | None = None, noise_multiplier: float | None = None) -> None:
+    def __init__(
+        self,
+        budget_share: Annotated[float, between(0, 1, "()")] | None = None,
+        noise_multiplier: Positive | None = None,
+    ) -> None:
         super().__init__()
         name = f"preprocessing.{type(self).__name__}"
         exactly_one(name, budget_share=budget_share, noise_multiplier=noise_multiplier)
-        if budget_share is not None and not 0 < budget_share < 1:
-            raise ConfigError(f"{name}.budget_share={budget_share} must lie strictly between 0 and 1.")
-        if noise_multiplier is not None:
-            positive(f"{name}.noise_multiplier", noise_multiplier)
         self.budget_share, self.noise_multiplier = budget_share, noise_multiplier
 
     def query(self, name: str, adjacency: str, mu: float | None) -> OneTimeQueryEvent:
@@ -137,6 +139,7 @@ class Pca(Preprocessing):
         return (x.flatten(1) - self.center) @ self.components.T
 
 
+@checks_arguments
 class Standardize(Preprocessing):
     """Shifts and scales each feature to mean 0 and variance 1, estimated from noisy sums of x and x² (Tramèr & Boneh
     2021, arXiv 2011.11660, section 2.3 and appendix B).
@@ -152,12 +155,10 @@ class Standardize(Preprocessing):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, shape: Sequence[int], clip_norm: float | None = None, **budget: float | None) -> None:
+    def __init__(self, shape: Sequence[int], clip_norm: Positive | None = None, **budget: float | None) -> None:
         super().__init__(**budget)
         features = shape[0]
-        self.S = (
-            math.sqrt(2 * features) if clip_norm is None else positive("preprocessing.standardize.clip_norm", clip_norm)
-        )
+        self.S = math.sqrt(2 * features) if clip_norm is None else float(clip_norm)
         self.d = 2 * features
         self.replace_sensitivity = 2 * self.S
         self._shape = tuple(shape)
@@ -179,6 +180,7 @@ class Standardize(Preprocessing):
         return (x - self.mean) / self.deviation
 
 
+@checks_arguments
 class Whiten(Preprocessing):
     """Centers each feature and multiplies channels by C^-power, with their covariance C from noisy sums (zero-phase
     whitening; Kessy, Lewin and Strimmer 2018, arXiv 1512.00809).
@@ -201,32 +203,20 @@ class Whiten(Preprocessing):
     def __init__(
         self,
         shape: Sequence[int],
-        power: float = 0.5,
-        min_eigenvalue: float = 0.02,
-        clip_norm: float | None = None,
-        first_feature: int | None = None,
-        scale: float = 1.0,
+        power: Annotated[float, between(0, 0.5, "(]")] = 0.5,
+        min_eigenvalue: Annotated[float, between(1e-9, 1, "[]")] = 0.02,
+        clip_norm: Positive | None = None,
+        first_feature: Annotated[int, PLACE] | None = None,
+        scale: Positive = 1.0,
         **budget: float | None,
     ) -> None:
         super().__init__(**budget)
-        if not isinstance(power, int | float) or not 0 < power <= 0.5:
-            raise ConfigError(f"preprocessing.whiten.power={power} must be above 0 and at most 0.5.")
-        if not isinstance(min_eigenvalue, int | float) or not 1e-9 <= min_eigenvalue <= 1:
-            raise ConfigError(f"preprocessing.whiten.min_eigenvalue={min_eigenvalue} must be between 1e-9 and 1.")
-        if first_feature is not None and not (isinstance(first_feature, int) and first_feature >= 0):
-            raise ConfigError(
-                f"preprocessing.whiten.first_feature={first_feature} must be an integer, 0 or above, or null."
-            )
-        self.scale = positive("preprocessing.whiten.scale", scale)
+        self.scale = scale
         channels = shape[0]
         self._features = (
             slice(None) if first_feature is None else slice(first_feature, first_feature + math.prod(shape))
         )
-        self.S = (
-            math.sqrt(channels * (channels + 1))
-            if clip_norm is None
-            else positive("preprocessing.whiten.clip_norm", clip_norm)
-        )
+        self.S = math.sqrt(channels * (channels + 1)) if clip_norm is None else float(clip_norm)
         self.replace_sensitivity = 2 * self.S
         self._pixels = math.prod(shape[1:])
         self.d = channels * self._pixels + channels * (channels + 1) // 2
@@ -259,6 +249,7 @@ class Whiten(Preprocessing):
         )
 
 
+@checks_arguments
 class ClassCounts(Preprocessing):
     """Noisy counts of the classes 0 … classes-1, by the Laplace or the Gaussian mechanism; inputs are unchanged.
 
@@ -270,11 +261,11 @@ class ClassCounts(Preprocessing):
     S = 1.0
     counts: Tensor
 
-    def __init__(self, classes: int, noise: str = "laplace", **budget: float | None) -> None:
+    def __init__(
+        self, classes: Count, noise: Annotated[str, one_of("laplace", "gaussian")] = "laplace", **budget: float | None
+    ) -> None:
         super().__init__(**budget)
-        if noise not in ("laplace", "gaussian"):
-            raise ConfigError(f"preprocessing.class_counts.noise={noise} is unknown; choose laplace or gaussian.")
-        self.noise, self.d = noise, positive_integer("preprocessing.class_counts.classes", classes)
+        self.noise, self.d = noise, classes
         self.replace_sensitivity = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import read_ledger
-from dpexp.errors import ConfigError, says_how_to_call
+from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
 from dpexp.privacy.gradients.training_step import TrainingStep
@@ -23,7 +23,7 @@ from dpexp.privacy.training import PrivateTraining, device_of
 from dpexp.rows import as_dataset
 
 
-@says_how_to_call
+@checks_arguments
 class Private(PrivateTraining):
     """Trains any `nn.Module` by DP-SGD, as `plan` says, in your own loop.
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from dpexp._lightning_compat import (
     replace_training_loader,
     training_loader,
 )
-from dpexp.errors import ConfigError, in_one_line
+from dpexp.errors import ConfigError, between, checks_arguments, in_one_line
 from dpexp.training.classifier import Classifier
 
 
@@ -171,6 +171,7 @@ class LastWeights(pl.Callback):
         self.weights = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
 
 
+@checks_arguments
 class WarmAveraging(pl.callbacks.WeightAveraging):
     """Exponential moving average of the weights with a warm-up (De et al. 2022, arXiv 2204.13650, section 3.2).
 
@@ -178,10 +179,7 @@ class WarmAveraging(pl.callbacks.WeightAveraging):
     weights. `decay` is in [0, 1).
     """
 
-    def __init__(self, decay: float) -> None:
-        if not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise ConfigError(f"callbacks.warm_ema.decay={decay} must be at least 0 and below 1.")
-
+    def __init__(self, decay: Annotated[float, between(0, 1, "[)")]) -> None:
         def averaged(average: Tensor, new: Tensor, n: Tensor | int) -> Tensor:
             decay_now = min(decay, (1 + int(n)) / (10 + int(n)))
             return decay_now * average + (1 - decay_now) * new

@@ -141,7 +141,7 @@ QUERY = {"group": "a", "S": 1.0, "sigma": 1.0}
         ({"spec": 0, "sampling": SAMPLE, "queries": [QUERY]}, "out of turn; the next is 1"),
         ({"spec": 1, "sampling": SAMPLE | {"policy": "shuffle"}, "queries": [QUERY]}, "shuffle"),
         ({"spec": 1, "sampling": SAMPLE, "queries": []}, "at least one"),
-        ({"spec": 1, "sampling": SAMPLE | {"q": math.nan}, "queries": [QUERY]}, "sampling_rate=nan must lie"),
+        ({"spec": 1, "sampling": SAMPLE | {"q": math.nan}, "queries": [QUERY]}, r"sampling_rate=nan\) must lie"),
         ({"spec": 1, "sampling": SAMPLE | {"x": 1}, "queries": [QUERY]}, "x=1 contradicts"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"sigma": 10**400}]}, "sigma"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": math.nan}]}, "S=nan"),

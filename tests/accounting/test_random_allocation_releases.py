@@ -79,7 +79,7 @@ def test_rounds_that_cannot_be_of_one_epoch_are_refused(rounds, message):
         ({"num_selected": None}, "random_allocation needs num_selected"),
         ({"num_steps": None}, "random_allocation needs num_steps"),
         ({"epoch": None}, "epoch=None must be a whole number of at least 0 for the policy random_allocation"),
-        ({"num_selected": 0}, "num_selected=0 must be an integer of at least 1"),
+        ({"num_selected": 0}, r"num_selected=0\) must be an integer of at least 1"),
         ({"num_steps": 4.0}, "num_steps=4.0 contradicts .* num_steps=4 follows"),
         ({"num_selected": 5}, "num_steps=4 contradicts .* num_steps=20 follows"),
         ({"q": 0.5}, "num_steps=4 contradicts .* num_steps=2 follows"),

@@ -241,7 +241,9 @@ BAD = {
     "data.n=${nowhere}": "data.n: there is no nowhere; give another value.",
     "clip_rule=global": "clip_rule.threshold must be given",
     "group._target_=nowhere.f": "group: nowhere.f cannot be made: No module named 'nowhere'.",
-    "sampling._target_=nowhere.P": "sampling: nowhere.P cannot be made",
+    "sampling._target_=nowhere.P": "sampling.steps=None, sampling.epochs=40: No module named 'nowhere'.",
+    "privacy_unit._target_=dpexp.Poisson": "privacy_unit: dpexp.Poisson is no subclass of dpexp.privacy.sampling.",
+    "privacy_unit=microbatch privacy_unit.size=x": "privacy_unit.size=x must be an integer of at least 1.",
     "+model.inner={_target_:nowhere.f}": "model.inner={'_target_': 'nowhere.f'}: No module named 'nowhere'.",
     "optimizer=adam optimizer.betas=[0.9]": "betas=[0.9], optimizer.weight_decay=0.0: list index out of range",
     "optimizer=adam optimizer.betas=[0.9,0.9,0.9]": "weight_decay=0.0: too many values to unpack (expected 2)",
@@ -249,6 +251,7 @@ BAD = {
     "scheduler={_target_:torch.optim.lr_scheduler.StepLR,step_size:0}": "cannot be made of scheduler.step_size=0: ",
     "hydra.run.dir=/dev/null": "hydra.run.dir=/dev/null cannot be read or written: it is a file, and must be a folder.",
     "clip_norm=adaptive +clip_norm.value=0.1": "clip_norm.value=0.1 is no option of dpexp.AdaptiveClipNorm",
+    "mechanism=joint alpha=uniform alpha.total=-1": "alpha.total=-1 must be a finite number above 0.",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",

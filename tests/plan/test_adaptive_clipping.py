@@ -242,7 +242,6 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         ),
         ({"clip_norm": AdaptiveClipNorm(initial=0)}, r"clip_norm.initial=0"),
         ({"clip_norm": AdaptiveClipNorm(initial={"other": 1})}, r"clip_norm.initial names the groups other"),
-        ({"clip_norm": AdaptiveClipNorm(learning_rate=-1)}, r"clip_norm.learning_rate=-1"),
         ({"clip_norm": AdaptiveClipNorm(budget_share=1.0)}, r"leave 0 of the budget"),
         ({"clip_norm": AdaptiveClipNorm(), "mechanism": Joint(UniformClipNorm(1.0))}, r"choose alpha=adaptive"),
         ({"mechanism": Joint(AdaptiveClipNorm(initial=0))}, r"alpha.initial=0"),

@@ -1,12 +1,14 @@
 """The objects of a plan, by the public interface."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 from torch import nn
 
 import dpexp
 from dpexp.accounting.sampling import Shuffle
+from dpexp.errors import between, made_from
 
 SAMPLING = dpexp.Poisson(sampling_rate=0.1, steps=10)
 
@@ -17,6 +19,13 @@ class InOrder(Shuffle):
     def draw(self, size, stream):
         batch = round(self.q * size)
         return [list(range(k * batch, (k + 1) * batch)) for k in range(self.rounds_per_epoch)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(dpexp.Poisson):
+    """A policy of one's own with a field, which is not decorated."""
+
+    extra: int = 0
 
 
 def test_a_plan_is_made_from_its_objects():
@@ -42,27 +51,27 @@ def test_a_policy_of_ones_own_is_accounted_as_the_one_that_it_is_derived_from():
 @pytest.mark.parametrize(
     "make, options, message",
     [
-        (dpexp.Poisson, {"sampling_rate": 1.5, "steps": 1}, r"sampling\.sampling_rate=1\.5 must lie in \(0, 1\]"),
-        (dpexp.Poisson, {"expected_batch_size": 0, "steps": 1}, r"sampling\.expected_batch_size=0 must be"),
-        (dpexp.Poisson, {"sampling_rate": 0.1, "epochs": math.inf}, r"sampling\.epochs=inf must be"),
-        (dpexp.Poisson, {"sampling_rate": 0.1, "steps": 0}, r"sampling\.steps=0 must be"),
-        (dpexp.CyclicPoisson, {"sampling_rate": 0.1, "steps": 1, "partitions": 0}, r"sampling\.partitions=0 must be"),
+        (dpexp.Poisson, {"sampling_rate": 1.5, "steps": 1}, r"^Poisson\(sampling_rate=1\.5\) must lie in \(0, 1\]\.$"),
+        (dpexp.Poisson, {"expected_batch_size": 0, "steps": 1}, r"\(expected_batch_size=0\) must be a finite"),
+        (dpexp.Poisson, {"sampling_rate": 0.1, "epochs": math.inf}, r"^Poisson\(epochs=inf\) must be"),
+        (dpexp.Poisson, {"sampling_rate": 0.1, "steps": 0}, r"^Poisson\(steps=0\) must be an integer of at least 1\.$"),
+        (dpexp.CyclicPoisson, {"sampling_rate": 0.1, "steps": 1, "partitions": 0}, r"\(partitions=0\) must be"),
         (dpexp.Sampling, {"expected_batch_size": 256, "epochs": 10},
          r"^Sampling\(expected_batch_size=256, epochs=10\) is Poisson\(expected_batch_size=256, epochs=10\) now"),
         (dpexp.Sampling, {"policy": "random_allocation", "steps": 3}, r"is RandomAllocation\(steps=3\) now"),
         (dpexp.Noise, {"kind": "banded", "bands": 4}, r"^Noise\(bands=4\) is Banded\(bands=4\) now, from dpexp import"),
-        (dpexp.Target, {"epsilon": -1}, r"privacy\.epsilon=-1 must be"),
-        (dpexp.Target, {"noise_multiplier": 0}, r"privacy\.noise_multiplier=0 must be"),
+        (dpexp.Target, {"epsilon": -1}, r"^Target\(epsilon=-1\) must be"),
+        (dpexp.Target, {"noise_multiplier": 0}, r"^Target\(noise_multiplier=0\) must be"),
         (dpexp.Target, {"epsilon": 1, "delta": 2}, r"privacy\.delta=2"),
-        (dpexp.Target, {"max_advantage": 2}, r"privacy\.max_advantage=2"),
+        (dpexp.Target, {"max_advantage": 2}, r"^Target\(max_advantage=2\) must lie in \(0, 1\): it is"),
         (dpexp.Target, {"max_tpr_at_fpr": {}}, "such as {0.01: 0.05}"),
         (dpexp.Target, {"max_tpr_at_fpr": {"a": 0.1}}, "must hold numbers"),
         (dpexp.Target, {"max_tpr_at_fpr": {0.01: 0.01}}, r"=\{0\.01: 0\.01\} must be .* 0 < FPR < TPR < 1"),
         (dpexp.Target, {"max_tpr_at_fpr": {2: 0.5}}, r"privacy\.max_tpr_at_fpr"),
         (dpexp.Target, {"epsilon": 1, "max_advantage": 0.1}, r"privacy\.epsilon=1 and .* are 2 targets"),
-        (dpexp.Banded, {"bands": 0}, r"noise\.bands=0 must be an integer .* or auto"),
-        (dpexp.Banded, {"coefficients": "cubic"}, r"noise\.coefficients=cubic .* optimal, sqrt"),
-        (dpexp.Banded, {"momentum": 1.0}, r"noise\.momentum=1\.0 must lie in \[0, 1\)"),
+        (dpexp.Banded, {"bands": 0}, r"^Banded\(bands=0\) must be an integer .* or auto"),
+        (dpexp.Banded, {"coefficients": "cubic"}, r"^Banded\(coefficients='cubic'\) .* optimal, sqrt"),
+        (dpexp.Banded, {"momentum": 1.0}, r"^Banded\(momentum=1\.0\) must lie in \[0, 1\)"),
         (dpexp.Schedules, {"S": {"cosine": 1}}, r"schedule\.S=.* is not understood"),
         (dpexp.Schedules, {"S": {"linear": [1, "a"]}}, "=a must be a finite number"),
         (dpexp.Schedules, {"S": {"step": {3: 1.0}}}, "from round 0"),
@@ -74,6 +83,42 @@ def test_a_policy_of_ones_own_is_accounted_as_the_one_that_it_is_derived_from():
 def test_objects_refuse_their_own_values(make, options, message):
     with pytest.raises(dpexp.ConfigError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, False, "1", [1], 0, -1])
+@pytest.mark.parametrize(
+    "make, name, section",
+    [
+        (dpexp.Shuffle, "sampling_rate", "sampling"), (dpexp.Poisson, "epochs", "sampling"),
+        (InOrder, "steps", "sampling"), (Own, "epochs", "sampling"),
+        (dpexp.TruncatedPoisson, "max_batch_size", "sampling"),
+        (dpexp.Target, "epsilon", "privacy"), (dpexp.Microbatch, "size", "privacy_unit"),
+        (dpexp.User, "max_examples", "privacy_unit"), (dpexp.LocalTraining, "lr", "privacy_unit.local_training"),
+        (dpexp.Global, "threshold", "clip_rule"), (dpexp.UniformClipNorm, "total", "alpha"),
+        (dpexp.AdaptiveClipNorm, "budget_share", "clip_norm.by_group.conv"),
+        (dpexp.AdaptiveClipNorm, "learning_rate", "alpha"),
+    ],
+)  # fmt: skip
+def test_no_argument_is_out_of_its_range_and_it_is_named_as_it_was_given(make, name, section, value):
+    with pytest.raises(dpexp.ConfigError) as in_python:
+        make(**{name: value})
+    with pytest.raises(dpexp.ConfigError) as in_yaml, made_from(section):
+        make(**{name: value})
+    assert str(in_python.value).startswith(f"{make.__name__}({name}={value!r}) must ")
+    assert str(in_yaml.value).startswith(f"{section}.{name}={value} must ")
+
+
+def test_none_is_in_the_range_of_what_may_be_left_out_alone():
+    assert dpexp.Target(epsilon=None) == dpexp.Target()
+    with pytest.raises(dpexp.ConfigError, match=r"Microbatch\(size=None\) must be an integer of at least 1"):
+        dpexp.Microbatch(None)
+
+
+def test_the_ends_of_an_interval_are_in_it_as_written():
+    for ends, inside in {"()": [0.5], "(]": [0.5, 1], "[)": [0, 0.5], "[]": [0, 0.5, 1]}.items():
+        allowed = between(0, 1, ends)
+        assert [value for value in (-1, 0, 0.5, 1, 2) if allowed.has(value)] == inside
+        assert allowed.wanted == f"must lie in {ends[0]}0, 1{ends[1]}"
 
 
 # Those that every user makes, of many arguments
@@ -103,5 +148,5 @@ def test_a_wrong_argument_is_answered_with_the_known_ones(call, line):
 
 def test_a_type_error_inside_a_constructor_stays_as_it_is():
     with pytest.raises(TypeError) as raised:
-        dpexp.Target(epsilon=1, max_advantage="a")
+        dpexp.Target(epsilon=1, delta="a")
     assert "write" not in str(raised.value)

@@ -266,7 +266,7 @@ def test_rounds_from_epochs_lose_no_step():
             {"allocation": Explicit({"all": 1.0}), "noise_multiplier": None, "calibrate": "steps"},
             "calibrate=steps solves for a target, and none is given",
         ),
-        ({"q": "0.2"}, r"sampling\.sampling_rate='0.2' must lie in"),
+        ({"q": "0.2"}, r"Poisson\(sampling_rate='0.2'\) must lie in"),
         ({"clip_norm": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
         ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
         (

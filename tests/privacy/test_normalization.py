@@ -209,8 +209,8 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "choice, said",
     [
-        (PrivateBatchNorm(budget_share=-1), "batchnorm.budget_share=-1"),
-        (PrivateBatchNorm(initial_rate=0), "batchnorm.initial_rate=0"),
+        (lambda _: PrivateBatchNorm(budget_share=-1), r"\(budget_share=-1\) must be"),
+        (lambda _: PrivateBatchNorm(initial_rate=0), r"\(initial_rate=0\) must lie in \(0, 1\]"),
         (FrozenBatchNorm(), "no batch norm"),
     ],
 )

@@ -111,5 +111,5 @@ def test_no_policy_of_ones_own_claims_the_event():
 
 
 def test_no_number_of_rounds_below_one_is_taken():
-    with pytest.raises(ConfigError, match=r"sampling\.num_selected=0 must be an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"RandomAllocation\(num_selected=0\) must be an integer of at least 1"):
         RandomAllocation(sampling_rate=0.1, num_selected=0)

@@ -7,6 +7,7 @@ import audited
 import pytest
 import pytorch_lightning as pl
 import torch
+from omegaconf import OmegaConf
 from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
@@ -14,12 +15,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import Ledger, concatenate, read_ledger
+from dpexp.commands.objects import made_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import groups
-from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User, make_privacy_unit
+from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User
 from dpexp.rows import PlacedRows
 
 SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.nan])])
@@ -186,10 +188,10 @@ def test_examples_that_cannot_be_used_are_left_out_of_their_unit(kind, record, t
     dataset = a_data_set(kind, x.double(), y, [7, 2, 2, -1, 9, 2, 2, 9, 5, 5, -1])
     found, plan = released(tmp_path, dataset, record, users=4, clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3))
     units = {
-        "example": [[k] for k in (0, 2, 6, 7, 8, 9, 10)],
-        "microbatch": [[0, 2], [6, 7, 8], [9, 10]],
-        "user": [[2, 6], [8, 9], [0], [7]],
-    }[record.kind]
+        Example: [[k] for k in (0, 2, 6, 7, 8, 9, 10)],
+        Microbatch: [[0, 2], [6, 7, 8], [9, 10]],
+        User: [[2, 6], [8, 9], [0], [7]],
+    }[type(record)]
     assert differing(found, by_hand(units, mean_gradient(x, y), plan)) == []
 
 
@@ -276,7 +278,7 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
     assert header["record"] == {"kind": "user", "most": 8, "by": "user_of", "local": None}
     ledger = read_ledger(tmp_path / "0.jsonl")
     assert ledger.unit == "user" and plan.ledger() == ledger
-    _, plan = released(tmp_path, TensorDataset(x, y), make_privacy_unit(), precision="32-true")
+    _, plan = released(tmp_path, TensorDataset(x, y), Example(), precision="32-true")
     assert "record" not in read_lines(tmp_path / "1.jsonl")[0]
     with pytest.raises(ConfigError, match="different privacy units"):
         concatenate([ledger, read_ledger(tmp_path / "1.jsonl")])
@@ -287,22 +289,23 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"kind": "group"}, "privacy_unit.kind=group is unknown; known: example, microbatch, user"),
-        ({"kind": "microbatch"}, "privacy_unit.size=None must be an integer"),
-        ({"kind": "microbatch", "size": 0}, "privacy_unit.size=0 must be an integer"),
-        ({"kind": "example", "size": 2}, "privacy_unit.size=2 is no option of privacy_unit=example"),
-        ({"kind": "user", "max_examples": 0}, "privacy_unit.max_examples=0 must be an integer"),
+        ({"_target_": "dpexp.Microbatch"}, "dpexp.Microbatch cannot be made: .* 'size'"),
+        ({"_target_": "dpexp.Microbatch", "size": 0}, "privacy_unit.size=0 must be an integer"),
+        ({"_target_": "dpexp.Example", "size": 2}, "privacy_unit.size=2 is no option of dpexp.Example"),
+        ({"_target_": "dpexp.User", "max_examples": 0}, "privacy_unit.max_examples=0 must be an integer"),
         (
-            {"kind": "user", "max_examples": 1, "local_training": {"lr": 1}},
+            {"_target_": "dpexp.User", "local_training": {"lr": 1}},
             "exactly one of privacy_unit.local_training.steps or privacy_unit.local_training.epochs",
         ),
-        ({"kind": "user", "max_examples": 1, "local_training": {"steps": 1}}, "must give lr"),
-        ({"kind": "user", "max_examples": 1, "local_training": {"steps": 1, "lr": -1}}, "local_training.lr=-1 must be"),
+        ({"_target_": "dpexp.User", "local_training": {"steps": 1}}, "must give lr, and steps or epochs"),
+        ({"_target_": "dpexp.User", "local_training": {"lr": 1, "rate": 1}}, "'rate': 1} must give .* no other keys"),
+        ({"_target_": "dpexp.User", "local_training": 3}, "privacy_unit.local_training=3 must give lr"),
+        ({"_target_": "dpexp.User", "local_training": {"steps": 1, "lr": -1}}, "local_training.lr=-1 must be"),
     ],
 )
 def test_what_a_record_cannot_be_is_said(given, said):
     with pytest.raises(ConfigError, match=said):
-        make_privacy_unit(**given)
+        made_of("privacy_unit", OmegaConf.create(given))
 
 
 def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):

@@ -23,5 +23,5 @@ def test_averages_with_a_warm_up_forget_the_beginning():
 
 @pytest.mark.parametrize("decay", [-3, 1, "x", None])
 def test_a_decay_that_is_none_is_a_sentence(decay):
-    with pytest.raises(ConfigError, match=r"callbacks\.warm_ema\.decay=.* must be at least 0 and below 1"):
+    with pytest.raises(ConfigError, match=r"^WarmAveraging\(decay=.*\) must lie in \[0, 1\)"):
         WarmAveraging(decay)

@@ -34,9 +34,8 @@ JOB = (
 )  # fmt: skip
 ONE_ROUND = (
     "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "sampling.steps=1", "sampling.epochs=null",
-    "privacy.epsilon=null",
-    "~sampling.expected_batch_size", "privacy.noise_multiplier=1e-6", "privacy.delta=1e-5", "privacy.noise_seed=1",
-    "tracking=none", "accountant=moments",
+    "~sampling.expected_batch_size", "privacy.epsilon=null", "privacy.noise_multiplier=1e-6", "privacy.delta=1e-5",
+    "privacy.noise_seed=1", "tracking=none", "accountant=moments",
 )  # fmt: skip
 
 
@@ -106,7 +105,7 @@ def test_a_document_is_cut_at_the_length_and_padded(folder):
 def test_a_block_never_crosses_documents_or_users(folder):
     some = [" ".join([word] * m) for word, m in zip(WORDS, [1, 3, 4, 5, 7, 8, 9, 2, 6, 3, 4, 5], strict=False)]
     write("train.jsonl", some)
-    blocks = documents("train.jsonl", length=4, unit="block", user="who", privacy_unit="user").train
+    blocks = documents("train.jsonl", length=4, unit="block", user="who", privacy_unit="dpexp.User").train
     assert len(blocks) == len(blocks.user_of) == 19
     seen = []
     for k, user in enumerate(blocks.user_of):
@@ -163,7 +162,7 @@ def test_without_privacy_records_without_a_text_are_left_out(folder, dpexp_job):
 
 
 def test_parts_of_documents_divide_their_users(folder):
-    of = {"user": "who", "privacy_unit": "user"}
+    of = {"user": "who", "privacy_unit": "dpexp.User"}
     whole = documents("train.jsonl", **of).train
     parts = [documents("train.jsonl", **of, part={"column": "who", "low": a, "high": b}).train
              for a, b in ((0, 0.4), (0.4, 1))]  # fmt: skip
@@ -191,7 +190,7 @@ def test_fields_labels_and_users_have_one_spelling(folder):
         pd.DataFrame(some).to_json(path, orient="records", lines=True)
     labelled = LabelledTexts("train.jsonl", "test.jsonl", "tiny", LENGTH, "kind", [True, "FALSE"], text="u\u0308")
     assert labelled.train.labels == labelled.test.labels == [0, 0, 1] and labelled.class_names == ["True", "False"]
-    some = Documents("train.jsonl", "test.jsonl", "tiny", LENGTH, "u\u0308", user="who", privacy_unit="user")
+    some = Documents("train.jsonl", "test.jsonl", "tiny", LENGTH, "u\u0308", user="who", privacy_unit="dpexp.User")
     assert some.train.usable.all() and some.train.user_of == [1, 1, 0]
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from dpexp.accounting.sampling.poisson import Poisson
 from dpexp.accounting.sampling.policy import RandomNumbers, Release, Released, each_with_rate, poisson_release
-from dpexp.errors import ConfigError, positive_integer, says_how_to_call
+from dpexp.errors import ConfigError, Count, checks_arguments
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class CyclicPoisson(Poisson):
     """Poisson samples of one of b random partitions in turn (Choquette-Choo et al. 2023, arXiv 2306.08153).
@@ -22,7 +22,7 @@ class CyclicPoisson(Poisson):
         partitions: b; None: as many as the noise has bands.
     """
 
-    partitions: int | None = None
+    partitions: Count | None = None
 
     name = "cyclic_poisson"
     written: ClassVar = {"partitions": "parts"}
@@ -33,10 +33,8 @@ class CyclicPoisson(Poisson):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.partitions is not None:
-            positive_integer("sampling.partitions", self.partitions)
-            if self.sampling_rate is not None:
-                rate_in_part(self.sampling_rate, self.partitions)
+        if self.partitions is not None and self.sampling_rate is not None:
+            rate_in_part(self.sampling_rate, self.partitions)
 
     @property
     def rounds_apart(self) -> int:

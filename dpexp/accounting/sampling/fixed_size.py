@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from dpexp.accounting.sampling.policy import RandomNumbers, RatedPolicy, Release, Released, whole_batch
-from dpexp.errors import says_how_to_call
+from dpexp.errors import checks_arguments
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class FixedSize(RatedPolicy):
     """A uniformly random subset of exactly q·n records, drawn anew each round."""

@@ -11,10 +11,10 @@ from dpexp.accounting.sampling.policy import (
     Released,
     poisson_release,
 )
-from dpexp.errors import says_how_to_call
+from dpexp.errors import checks_arguments
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Policy):
     """Every record, every round."""

@@ -13,10 +13,10 @@ from dpexp.accounting.sampling.policy import (
     each_with_rate,
     poisson_release,
 )
-from dpexp.errors import says_how_to_call
+from dpexp.errors import checks_arguments
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class Poisson(RatedPolicy):
     """Each record enters a sample independently with probability q (paper, section 5: i.i.d. samples).

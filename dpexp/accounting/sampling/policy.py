@@ -9,9 +9,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
-from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
+from dpexp.errors import ConfigError, Count, Positive, Rate, check_ranges, exactly_one, made_from, positive_integer
 
 MOST_ROUNDS = 2**31  # at a millisecond each, 25 days
 ALL_ACCOUNTANTS = ("pld", "rdp", "moments", "strong", "basic")
@@ -88,8 +89,8 @@ class Policy(ABC):
         weight: the sample's size over that of others of its epoch; its average gradient is multiplied by it.
     """
 
-    steps: int | None = None
-    epochs: float | None = None
+    steps: Count | None = None
+    epochs: Positive | None = None
 
     weight = 1.0
     name: ClassVar[str]
@@ -107,10 +108,7 @@ class Policy(ABC):
             cls.name = f"{cls.__module__}.{cls.__qualname__}"
 
     def __post_init__(self) -> None:
-        if self.steps is not None:
-            positive_integer("sampling.steps", self.steps)
-        if self.epochs is not None:
-            positive("sampling.epochs", self.epochs)
+        check_ranges(self, signature(type(self)), vars(self))  # also of a class of your own
 
     @property
     @abstractmethod
@@ -195,15 +193,8 @@ class RatedPolicy(Policy):
         ConfigError: a value is out of range.
     """
 
-    sampling_rate: float | None = None
-    expected_batch_size: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sampling_rate is not None:
-            check_rate(self.sampling_rate)
-        if self.expected_batch_size is not None:
-            positive("sampling.expected_batch_size", self.expected_batch_size)
+    sampling_rate: Rate | None = None
+    expected_batch_size: Positive | None = None
 
     @property
     def q(self) -> float:
@@ -270,13 +261,8 @@ def at_q(policy: Policy, q: float) -> Policy:
     """
     if not isinstance(policy, RatedPolicy):
         raise ConfigError(f"sampling: the rate of {policy} cannot be chosen; choose sampling=poisson.")
-    return replace(policy, sampling_rate=q, expected_batch_size=None)
-
-
-def check_rate(q: object) -> None:
-    """Raises ConfigError unless q is a number in (0, 1]."""
-    if not isinstance(q, int | float) or isinstance(q, bool) or not 0 < q <= 1:
-        raise ConfigError(f"sampling.sampling_rate={q!r} must lie in (0, 1].")
+    with made_from("sampling"):
+        return replace(policy, sampling_rate=q, expected_batch_size=None)
 
 
 def whole_batch(q: float, n: int, examples: float = 1.0) -> int:

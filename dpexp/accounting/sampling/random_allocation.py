@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpexp.accounting.sampling.policy import RandomNumbers, RatedPolicy, Release, Released
-from dpexp.errors import ConfigError, positive_integer, says_how_to_call
+from dpexp.errors import ConfigError, Count, checks_arguments
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(RatedPolicy):
     """In each epoch of t = k/q rounds, each record draws for itself the k in which it is (arXiv 2502.08202).
@@ -20,7 +20,7 @@ class RandomAllocation(RatedPolicy):
         steps: rounds T; or `epochs` E, for T = ⌈E k/q⌉.
     """
 
-    num_selected: int = 1
+    num_selected: Count = 1
 
     name = "random_allocation"
     covers: ClassVar = {"add_remove": ("pld",)}
@@ -38,8 +38,8 @@ class RandomAllocation(RatedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        k = positive_integer("sampling.num_selected", self.num_selected)
         if self.sampling_rate is not None:
+            k = self.num_selected
             object.__setattr__(self, "sampling_rate", k / round(k / self.sampling_rate))
 
     @property

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from dpexp.accounting.sampling.fixed_size import FixedSize
 from dpexp.accounting.sampling.policy import ALL_ACCOUNTANTS, RandomNumbers, Release, Released, whole_batch
-from dpexp.errors import ConfigError, says_how_to_call
+from dpexp.errors import ConfigError, checks_arguments
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class Shuffle(FixedSize):
     """Each epoch shuffles the records and splits them into disjoint samples of q·n; the last one has the rest.

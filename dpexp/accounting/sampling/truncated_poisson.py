@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpexp.accounting.sampling.policy import RandomNumbers, RatedPolicy, Release, Released, each_with_rate
-from dpexp.errors import positive_integer, says_how_to_call
+from dpexp.errors import Count, checks_arguments
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class TruncatedPoisson(RatedPolicy):
     """Poisson, but a sample above `max_batch_size` is cut to a random subset of that size (arXiv 2508.15089).
@@ -19,17 +19,13 @@ class TruncatedPoisson(RatedPolicy):
         max_batch_size: the largest sample, in records.
     """
 
-    max_batch_size: int
+    max_batch_size: Count
 
     name = "truncated_poisson"
     covers: ClassVar = {"replace_null": ("pld",)}
     why = "which records are cut off depends on how many there are, so n must be the same on both sides"
     written: ClassVar = {"max_batch_size": "maximum"}
     rate_can_vary = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive_integer("sampling.max_batch_size", self.max_batch_size)
 
     def draw(self, size: int, stream: RandomNumbers) -> list[list[int]]:
         sample = each_with_rate(self.q, size, stream)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpexp.errors import ConfigError, positive
+from dpexp.errors import ConfigError, Positive, checks_arguments
 from dpexp.privacy.plan.clipping import RAMP, GroupClipping, Joint, Mechanism, Separate, by_group, distinct
 from dpexp.privacy.plan.groups import Vector, value_key
 from dpexp.privacy.plan.plan import AdaptiveMember, AdaptiveTargets, Group, PrivacyPlan
@@ -26,6 +26,7 @@ from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease
 _LARGEST_MULTIPLIER = 1e8  # of an initial clipping norm
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class AdaptiveClipNorm:
     """Clipping norms that adapt towards a quantile of the norms.
@@ -39,8 +40,8 @@ class AdaptiveClipNorm:
 
     initial: float | Mapping[str, float] = 1.0
     target_quantile: float | Mapping[str, float] = 0.5
-    learning_rate: float = 0.2
-    budget_share: float = 0.01
+    learning_rate: Positive = 0.2
+    budget_share: Positive = 0.01
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
         return by_group(f"{key}.initial", self.initial, groups)
@@ -63,13 +64,12 @@ def adaptive_targets(
     found: dict[tuple[str, str | None], tuple[float, float]] = {}
     total = 0.0
     for (key, norm), names in distinct(adapting):
-        total += positive(f"{key}.budget_share", norm.budget_share)
-        rate = positive(f"{key}.learning_rate", norm.learning_rate)
+        total += norm.budget_share
         for name, quantile in zip(
             names, by_group(f"{key}.target_quantile", norm.target_quantile, names, _fraction), strict=True
         ):
             vectors = [vector.name for vector in groups[name]] if key == "alpha" else [None]
-            found |= {(name, vector): (quantile, rate) for vector in vectors}
+            found |= {(name, vector): (quantile, float(norm.learning_rate)) for vector in vectors}
     ordered = sorted(found, key=lambda member: [*groups].index(member[0]))
     return (
         AdaptiveTargets(tuple(AdaptiveMember(*member, *found[member]) for member in ordered)) if found else None

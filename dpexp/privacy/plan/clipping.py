@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpexp.errors import ConfigError, in_one_line, positive
+from dpexp.errors import ConfigError, Positive, checks_arguments, in_one_line, positive
 from dpexp.privacy.plan.groups import Vector
 
 
@@ -46,16 +46,18 @@ class FixedClipNorm:
         return by_group(f"{key}.value", self.value, groups)
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class UniformClipNorm:
     """S*/√m each, so that m of them add up to a total L2 norm of S* (McMahan et al. 2018, section 2)."""
 
-    total: float
+    total: Positive
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
-        return [positive(f"{key}.total", self.total) / math.sqrt(len(dimensions))] * len(dimensions)
+        return [self.total / math.sqrt(len(dimensions))] * len(dimensions)
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class DimensionClipNorm:
     """S*·√(d/D), where D is the sum of all dimensions d.
@@ -63,11 +65,10 @@ class DimensionClipNorm:
     The paper (section 2) prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
     """
 
-    total: float
+    total: Positive
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
-        total = positive(f"{key}.total", self.total)
-        return [total * math.sqrt(d / sum(dimensions)) for d in dimensions]
+        return [self.total * math.sqrt(d / sum(dimensions)) for d in dimensions]
 
 
 def by_group(
@@ -219,6 +220,7 @@ class Abadi:
         return (S / x).clamp(max=1)
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Automatic:
     """c = S/(x + γ) (Bu et al. 2022, arXiv 2206.07136, Auto-S).
@@ -227,16 +229,14 @@ class Automatic:
     shortest vectors shorter.
     """
 
-    gamma: float = 0.01
+    gamma: Positive = 0.01
     name: str = field(default="automatic", init=False)
-
-    def __post_init__(self) -> None:
-        positive("clip_rule.gamma", self.gamma)
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return S / (x + self.gamma)
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Psac:
     """c = S/(x + r/(x + r)) (Xia et al. 2023, arXiv 2212.00328, DP-PSAC).
@@ -245,11 +245,8 @@ class Psac:
     vectors much, whose directions carry the least information.
     """
 
-    r: float = 0.1
+    r: Positive = 0.1
     name: str = field(default="psac", init=False)
-
-    def __post_init__(self) -> None:
-        positive("clip_rule.r", self.r)
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return S / (x + self.r / (x + self.r))
@@ -258,6 +255,7 @@ class Psac:
 RAMP = 0.01  # width of the ramp that replaces a step
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Global:
     """c = (S/Z)·1[x ≤ Z] (Bu et al. 2021, arXiv 2106.07830, global clipping).
@@ -266,11 +264,8 @@ class Global:
     last hundredth before Z, since a rule must be continuous. `threshold` is in units of S, and changes with S.
     """
 
-    threshold: float
+    threshold: Positive
     name: str = field(default="global", init=False)
-
-    def __post_init__(self) -> None:
-        positive("clip_rule.threshold", self.threshold)
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return ((1 - x / (self.threshold * S)) / RAMP).clamp(0, 1) / self.threshold

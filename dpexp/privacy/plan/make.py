@@ -13,7 +13,7 @@ from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
 from dpexp.accounting.sampling import CyclicPoisson, Policy, RandomAllocation
 from dpexp.accounting.sampling.policy import RatedPolicy, at_q
-from dpexp.errors import ConfigError, says_how_to_call
+from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
 from dpexp.privacy.plan.adaptive_clipping import adaptive_targets, count_release
 from dpexp.privacy.plan.allocation import Allocation, Explicit, Proportional
@@ -37,7 +37,7 @@ from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling.privacy_unit import Example
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class Clipping:
     """What is clipped together, to which norms, and by which rule (paper, section 2).

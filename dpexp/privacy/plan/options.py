@@ -1,24 +1,25 @@
 """The options of a plan that need no model, besides the sampling policy: target, noise and schedules.
 
 Each is a dataclass with the names of a configuration's section. It checks its own values when it is made; its `check`
-methods compare it with the other options. Errors name the configuration's key. Imports nothing slow.
+methods compare it with the other options. Imports nothing slow.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.coverage import check_delta, yaml_name
 from dpexp.accounting.sampling import CyclicPoisson, Policy
-from dpexp.errors import ConfigError, exactly_one, positive, positive_integer, says_how_to_call
+from dpexp.errors import COUNT, ConfigError, Positive, Range, between, checks_arguments, exactly_one, is_count, one_of
 from dpexp.privacy.plan.schedules import Schedule, segments
 
-COEFFICIENTS = ("optimal", "sqrt")
 AUTO = "auto"
+ADVANTAGE = between(0, 1, "()", ": it is the largest TPR - FPR of a test for one record, which is 0 for guessing")
+BANDS = Range(f"{COUNT.wanted}, or auto", lambda bands: bands == AUTO or is_count(bands))
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class Target:
     """The privacy target, for which the noise is calibrated; or the noise multiplier itself. Give one of four.
@@ -34,24 +35,16 @@ class Target:
         ConfigError: a value is out of range, or several targets are given.
     """
 
-    epsilon: float | None = None
+    epsilon: Positive | None = None
     delta: float | None = None
-    max_advantage: float | None = None
+    max_advantage: Annotated[float, ADVANTAGE] | None = None
     max_tpr_at_fpr: Mapping[float, float] | None = None
-    noise_multiplier: float | None = None
+    noise_multiplier: Positive | None = None
     accountant: str = "pld"
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "noise_multiplier"):
-            if getattr(self, name) is not None:
-                positive(f"privacy.{name}", getattr(self, name))
         if self.delta is not None:
             check_delta(self.delta)
-        if self.max_advantage is not None and not 0 < self.max_advantage < 1:
-            raise ConfigError(
-                f"privacy.max_advantage={self.max_advantage:g} must lie strictly between 0 and 1: it is the largest "
-                "TPR - FPR of a test for one record, which is 0 for guessing."
-            )
         if self.max_tpr_at_fpr is not None:
             _check_tpr(self.max_tpr_at_fpr)
         if len(self.given) > 1:
@@ -105,7 +98,7 @@ def _check_tpr(rates: Mapping[float, float]) -> None:
             )
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class Gaussian:
     """Gaussian noise, independent in each round."""
@@ -116,7 +109,7 @@ class Gaussian:
         """Raises ConfigError: the noise does not go with the other options."""
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass(frozen=True)
 class Banded(Gaussian):
     """Gaussian noise that is correlated over rounds (see `dpexp.privacy.noise.correlated`).
@@ -130,18 +123,9 @@ class Banded(Gaussian):
         ConfigError: a value is out of range.
     """
 
-    bands: Any = AUTO
-    coefficients: str = "optimal"
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.bands != AUTO:
-            positive_integer("noise.bands", self.bands, ", or auto")
-        if self.coefficients not in COEFFICIENTS:
-            raise ConfigError(f"noise.coefficients={self.coefficients} is unknown; known: {', '.join(COEFFICIENTS)}.")
-        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
-        if not (number and 0 <= self.momentum < 1):
-            raise ConfigError(f"noise.momentum={self.momentum} must lie in [0, 1).")
+    bands: Annotated[Any, BANDS] = AUTO
+    coefficients: Annotated[str, one_of("optimal", "sqrt")] = "optimal"
+    momentum: Annotated[float, between(0, 1, "[)")] = 0.0
 
     def check(self, policy: Policy, calibrate: str, has_target: bool) -> None:
         """Raises ConfigError: the noise does not go with the other options."""
@@ -163,7 +147,7 @@ class Banded(Gaussian):
             )
 
 
-@says_how_to_call
+@checks_arguments
 @dataclass
 class Schedules:
     """How z, q and S vary over the rounds: multipliers of the plan's values (see `dpexp.privacy.plan.schedules`).

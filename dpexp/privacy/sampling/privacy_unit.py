@@ -10,11 +10,20 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpexp.accounting.ledger.events import unit
-from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
+from dpexp.errors import (
+    ConfigError,
+    Count,
+    Positive,
+    checks_arguments,
+    exactly_one,
+    key_in,
+    made_from,
+    positive_integer,
+)
 
 if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
@@ -22,11 +31,10 @@ if TYPE_CHECKING:
 NOBODY = -1  # the user of an example whose user is not known
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Example:
     """A record is an example: what the data set gives for an index."""
-
-    kind: str = field(default="example", init=False)
 
     @property
     def local_training(self) -> "LocalTraining | None":
@@ -63,15 +71,12 @@ class Example:
         return " ".join([f"{one}s", *rest])
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Microbatch(Example):
     """Record i is the k examples at positions ik to (i+1)k - 1; `size` is k."""
 
-    size: int = 1
-    kind: str = field(default="microbatch", init=False)
-
-    def __post_init__(self) -> None:
-        positive_integer("privacy_unit.size", self.size)
+    size: Count
 
     @property
     def max_examples_in_round(self) -> int:
@@ -82,7 +87,7 @@ class Microbatch(Example):
         return "data.n/privacy_unit.size"
 
     def to_header(self) -> dict[str, Any]:
-        return {"kind": self.kind, "k": self.size}
+        return {"kind": "microbatch", "k": self.size}
 
     def num_records(self, n: int, users: int | None = None) -> int:
         return math.ceil(n / self.size)
@@ -92,6 +97,7 @@ class Microbatch(Example):
         return Units([range(start, min(start + k, n)) for start in range(0, n, k)])
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class LocalTraining:
     """A user's vector is the change of the weights by SGD (see `dpexp.privacy.gradients.one_at_a_time`).
@@ -102,17 +108,13 @@ class LocalTraining:
         batch_size: examples of a step, in the record's order; the last step of an epoch may have fewer; None: all.
     """
 
-    lr: float
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
+    lr: Positive
+    steps: Count | None = None
+    epochs: Count | None = None
+    batch_size: Count | None = None
 
     def __post_init__(self) -> None:
-        positive("privacy_unit.local_training.lr", self.lr)
         exactly_one("privacy_unit.local_training", steps=self.steps, epochs=self.epochs)
-        for name in ("steps", "epochs", "batch_size"):
-            if getattr(self, name) is not None:
-                positive_integer(f"privacy_unit.local_training.{name}", getattr(self, name))
 
     def batches(self, m: int) -> list[range]:
         """The rows of each step's batch, for m examples."""
@@ -122,6 +124,7 @@ class LocalTraining:
         return [epoch[step % len(epoch)] for step in range(steps)]
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class User(Example):
     """A record is all examples of a user.
@@ -130,16 +133,17 @@ class User(Example):
         max_examples: of a user in a round; of more examples a random subset is used.
         user_attribute: attribute of the training data set with the user of each example, -1 where nobody knows: such an
             example is of no record; None: each index of the data set is a list of one user's examples.
-        local_training: the user's vector is found by training; None: it is the mean gradient.
+        local_training: the user's vector is found by training, with these arguments of `LocalTraining`; None: it is the
+            mean gradient.
     """
 
-    max_examples: int = 1
+    max_examples: Count = 1
     user_attribute: str | None = None
-    local_training: LocalTraining | None = None  # type: ignore[assignment]
-    kind: str = field(default="user", init=False)
+    local_training: LocalTraining | None = None  # type: ignore[assignment]  # a mapping becomes one
 
     def __post_init__(self) -> None:
-        positive_integer("privacy_unit.max_examples", self.max_examples)
+        if self.local_training is not None and not isinstance(self.local_training, LocalTraining):
+            object.__setattr__(self, "local_training", _local_training(self.local_training))
 
     @property
     def max_examples_in_round(self) -> int:
@@ -151,7 +155,7 @@ class User(Example):
 
     def to_header(self) -> dict[str, Any]:
         local = None if self.local_training is None else asdict(self.local_training)
-        return {"kind": self.kind, "most": self.max_examples, "by": self.user_attribute, "local": local}
+        return {"kind": "user", "most": self.max_examples, "by": self.user_attribute, "local": local}
 
     def num_records(self, n: int, users: int | None = None) -> int:
         if self.user_attribute is not None and users is None:
@@ -262,34 +266,15 @@ class _Lists(Units):
 _OF_LISTS = "privacy_unit.user_attribute=null needs a data set in which each index is a list of a user's examples"
 
 
-def make_privacy_unit(kind: str = "example", **options: Any) -> Example:
-    """The privacy unit of a configuration's `privacy_unit` section; options that are null are ignored.
-
-    Raises:
-        ConfigError: the kind is unknown, or an option is out of range or not one of this kind.
-    """
-    if kind not in KINDS:
-        raise ConfigError(f"privacy_unit.kind={kind} is unknown; known: {', '.join(KINDS)}.")
-    takes = [option.name for option in fields(KINDS[kind]) if option.init]
-    for key, value in options.items():
-        if value is not None and key not in takes:
-            raise ConfigError(
-                f"privacy_unit.{key}={value} is no option of privacy_unit={kind}, which takes "
-                f"{', '.join(takes) or 'none'}."
-            )
-    values = {key: options.get(key) for key in takes}
-    if (local := values.get("local_training")) is not None:
-        try:
-            values["local_training"] = LocalTraining(**local)
-        except TypeError as error:
-            raise ConfigError(
-                f"privacy_unit.local_training={dict(local)} must give lr, and steps or epochs, and may give "
-                f"batch_size ({error})."
-            ) from error
-    return KINDS[kind](**values)
-
-
-KINDS: dict[str, type[Example]] = {"example": Example, "microbatch": Microbatch, "user": User}
+def _local_training(options: Any) -> LocalTraining:
+    try:
+        with made_from(key_in("local_training")):
+            return LocalTraining(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"privacy_unit.local_training={options} must give lr, and steps or epochs, and may give batch_size; it "
+            "has no other keys."
+        ) from error
 
 
 def _is_number(user: Any) -> bool:

@@ -133,22 +133,22 @@ class Documents(_Texts):
             tokens, of which a document has several.
         user: the field with a document's user, for `user_of`.
         prompts: public texts that the trained model continues, in generated.txt.
-        privacy_unit, adjacency: of the job.
+        privacy_unit: the name of its class; adjacency: of the job.
         part: {column, low, high}: only training records with a hash of this field in the range are used (`in_part`).
     """
 
     def __init__(
         self, path: str, test_path: str, tokenizer: str, length: int, text: str = "text", unit: str = "document",
-        user: str | None = None, prompts: Sequence[str] = (), privacy_unit: str = "example",
+        user: str | None = None, prompts: Sequence[str] = (), privacy_unit: str = "dpexp.Example",
         adjacency: str | None = None, part: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if unit not in ("document", "block"):
             raise ConfigError(
                 f"data.unit={unit} is unknown; choose one of document, block, and privacy_unit=user for users."
             )
-        if privacy_unit == "user" and user is None:
+        if privacy_unit == "dpexp.User" and user is None:
             raise ConfigError("data.user=null: privacy_unit=user needs the name of the field with each record's user.")
-        self._one_block = unit == "block" and privacy_unit != "user"
+        self._one_block = unit == "block" and privacy_unit != "dpexp.User"
         if self._one_block and adjacency not in ("replace_one", "replace_null"):
             raise ConfigError(
                 f"data.unit=block with privacy.adjacency={adjacency}: neighbours differ by one block replaced in "
