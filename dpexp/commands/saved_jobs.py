@@ -152,10 +152,24 @@ def _configuration(folder: Path) -> DictConfig:
     try:
         cfg = OmegaConf.load(path)
         assert isinstance(cfg, DictConfig)
+        _name_classes(cfg)
         check(cfg)
     except (YAMLError, OmegaConfBaseException, AssertionError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not the configuration of a job: {in_one_line(error)[:200]}.") from error
     return cfg
+
+
+def _name_classes(cfg: DictConfig) -> None:
+    """Gives sections of version 0.1, which named a kind, the class that has its name now."""
+    for section, key in (("sampling", "policy"), ("noise", "kind"), ("privacy_unit", "kind")):
+        values = dict(cfg[section] or {})
+        if "_target_" in values:
+            continue
+        kind = str(values.pop(key))
+        if kind == "full_batch":  # whose rate was given as 1
+            values["sampling_rate"] = None
+        target = kind if "." in kind else f"dpexp.{kind.title().replace('_', '')}"
+        cfg[section] = {"_target_": target} | {name: value for name, value in values.items() if value is not None}
 
 
 def bare(module: pl.LightningModule) -> nn.Module:

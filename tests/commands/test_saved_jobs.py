@@ -13,12 +13,15 @@ import pandas as pd
 import pytest
 import torch
 from jobs import result_of, store_of
+from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import dpexp
-from dpexp.commands.saved_jobs import evaluate, predict
+from dpexp import Banded, FullBatch, Microbatch, RandomAllocation
+from dpexp.commands.saved_jobs import _name_classes, evaluate, predict
+from dpexp.commands.validate import noise_of, privacy_unit_of, sampling_of
 from dpexp.errors import ConfigError
 from dpexp.tracking.registered_model import description
 from dpexp.training.data import Digits
@@ -345,3 +348,21 @@ def test_room_for_the_model_is_taken_before_the_first_round(dpexp_job, monkeypat
     with pytest.raises(SystemExit, match=r"weights\.reserved cannot be read or written: No space left on device"):
         dpexp_job(*QUICK, "hydra.run.dir=job")
     assert not list(Path("job").glob("ledger.jsonl")) and not list(Path("job").glob("weights*"))
+
+
+@pytest.mark.parametrize(
+    "old, made",
+    [
+        ({"policy": "full_batch", "sampling_rate": 1.0, "max_batch_size": None, "steps": 3}, FullBatch(steps=3)),
+        (
+            {"policy": "random_allocation", "num_selected": 2, "epochs": 3.0},
+            RandomAllocation(num_selected=2, epochs=3.0),
+        ),
+    ],
+)
+def test_a_configuration_that_0_1_saved_is_read(old, made):
+    cfg = OmegaConf.create(
+        {"sampling": old, "noise": {"kind": "banded", "bands": 4}, "privacy_unit": {"kind": "microbatch", "size": 2}}
+    )
+    _name_classes(cfg)
+    assert (sampling_of(cfg), noise_of(cfg), privacy_unit_of(cfg)) == (made, Banded(bands=4), Microbatch(size=2))
