@@ -549,7 +549,7 @@ def test_help_lists_commands_groups_and_values(dpexp_job, capsys):
     for words in (["--help"], ["help"], ["model=mlp", "-h"], ["--version"]):
         dpexp_job(*words)
         shown.append(capsys.readouterr().out)
-    assert shown[3] == "dpexp 0.1.0\n" and shown[0] == shown[1] == shown[2]
+    assert shown[3] == f"dpexp {dpexp.__version__}\n" and shown[0] == shown[1] == shown[2]
     for line in (
         "group: conv_fc, custom, flat, per_layer",
         "mechanism: by_group, joint, separate",
@@ -565,7 +565,7 @@ def test_version_says_what_a_report_of_a_bug_needs(dpexp_job, capsys, monkeypatc
     dpexp_job("version")
     own, packages, device = capsys.readouterr().out.splitlines()
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=config.CONF.parent, capture_output=True, text=True).stdout
-    assert own.startswith(f"dpexp 0.1.0, commit {head.strip()}" if head else "dpexp 0.1.0")
+    assert own.startswith(f"dpexp {dpexp.__version__}, commit {head.strip()}" if head else f"dpexp {dpexp.__version__}")
     assert packages.startswith(f"Python {platform.python_version()}, torch {torch.__version__}, pytorch-lightning ")
     assert device.endswith(f"; {platform.platform()}") and ("no GPU" in device) is not torch.cuda.is_available()
     inside = tmp_path / "env" / "dpexp" / "conf"  # an installed dpexp in another project's checkout has no commit
@@ -573,7 +573,7 @@ def test_version_says_what_a_report_of_a_bug_needs(dpexp_job, capsys, monkeypatc
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.setattr("dpexp.commands.versions.CONF", inside)
     dpexp_job("version")
-    assert capsys.readouterr().out.startswith("dpexp 0.1.0\n")
+    assert capsys.readouterr().out.startswith(f"dpexp {dpexp.__version__}\n")
 
 
 def test_help_on_one_name(tmp_path):
