@@ -11,7 +11,7 @@ SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}  # of a cli
 
 @dataclass(frozen=True)
 class Coverage:
-    """What the ε of an accountant of one's own is an upper bound for. It refuses everything else.
+    """What a user's own accountant gives an upper bound for. It refuses everything else.
 
     Attributes:
         covers: the adjacencies that it covers for each sampling policy, by the policy's name in ledgers.
@@ -27,8 +27,9 @@ NOISE = ("gaussian", "banded gaussian", "laplace")  # as in the `noise` of the l
 
 
 def coverage(accountant: str) -> Coverage | None:
-    """What an accountant of one's own is stated for, by its dotted name; None: it is one of NAMES, which compose NOISE,
-    and which each sampling policy names in its `covers`.
+    """What a user's own accountant covers, by its dotted name; None: it is one of NAMES.
+
+    Those compose all types of NOISE, and each sampling policy names them in its `covers`.
 
     Raises:
         ConfigError: the accountant is unknown.
@@ -62,6 +63,8 @@ def is_covered(policy: type[Policy], adjacency: str, accountant: str) -> bool:
 
 def check_covered(policy: type[Policy], adjacency: str | None, accountant: str | None = None) -> str:
     """The adjacency, by default the policy's first; a ConfigError if no accountant, or not this one, covers it."""
+    if not policy.covers:
+        raise ConfigError(f"sampling={yaml_name(policy.name)} has no accountant; give its class `covers`.")
     adjacency = adjacency or next(iter(policy.covers))
     if adjacency not in SENSITIVITY:
         raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")

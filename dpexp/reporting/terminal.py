@@ -51,16 +51,21 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
     solved, records = plan.calibration, plan.privacy_unit.plural
     held = CALIBRATABLE[solved.knob].held if solved else ""
     noise = "" if solved and (held or solved.knob == "noise_multiplier") else f", z = {plan.noise_multiplier:.4g}"
-    _print(
+    said = (
         f"[bold]Plan[/]: {plan.rounds} rounds, each on about {plan.sampling.q * plan.n:.0f} of n = {plan.n} "
         f"{records} (sampling {plan.sampling.name}, q = {plan.sampling.q:.5g}){noise}"
-        + (f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}" if last.weight < 1 else "")
-        + (f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})" if last.weight < 1 else "")
-        + _allocation(plan)
-        + (", on a schedule" if plan.schedule != Schedule() else "")
-        + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
-        + (f", clip {plan.clip_rules}" if plan.clip_rules else "")
     )
+    if last.weight < 1:
+        said += f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}"
+        said += f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})"
+    said += _allocation(plan)
+    if plan.schedule != Schedule():
+        said += ", on a schedule"
+    if len(plan.bands) > 1:
+        said += f", noise correlated over {len(plan.bands)} rounds"
+    if plan.clip_rules:
+        said += f", clip {plan.clip_rules}"
+    _print(said)
     if solved is not None:
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
         knob = solved.knob.removesuffix("_at_fixed_noise")
@@ -135,10 +140,13 @@ def plan_table(plan: PrivacyPlan) -> Table:
     names = ["vectors", "d_g", *["α_j"] * scaled, "S_g", "σ̃_g", "share", "noise per coordinate"]
     table = Table(Column("group", overflow="fold"), *names)
     for group in plan.groups:
+        name = group.name
+        if group.every_n_rounds > 1:
+            name += f", every {group.every_n_rounds} rounds"
         divisor = 1 if group.name == SAMPLE_SIZE else plan.sampling.q * plan.n
         noises = [alpha * max_noise_std(group.sigma, group.bands) / divisor for alpha in group.alphas]
         table.add_row(
-            group.name + (f", every {group.every_n_rounds} rounds" if group.every_n_rounds > 1 else ""),
+            name,
             str(len(group.vectors)),
             f"{group.d:,}",
             *[range_of(group.alphas, 3)] * scaled,

@@ -80,3 +80,11 @@ def test_an_accountant_of_ones_own_is_used_for_what_it_covers(monkeypatch):
     monkeypatch.setattr(Concentrated, "epsilon", lambda *_: math.nan)
     with pytest.raises(ConfigError, match="Concentrated gives ε = nan, which is not a number of at least 0"):
         epsilon(Ledger("add_remove", {full: 7}), 1e-5, own)
+
+
+def test_a_policy_that_covers_nothing_has_no_accountant():
+    class Uncovered(Poisson):
+        name, covers = "mine", {}
+
+    with pytest.raises(ConfigError, match="sampling=mine has no accountant; give its class `covers`"):
+        check_covered(Uncovered, None)

@@ -54,7 +54,7 @@ def sampling_event(policy: str, q: float, n: int, **facts: Any) -> SamplingEvent
 
 
 def policy_of_name(name: str) -> type[Policy]:
-    """The policy that a ledger names: one of POLICIES, or the dotted name of a class of one's own."""
+    """The policy that a ledger names: one of POLICIES, or the dotted name of a user's own class."""
     found = POLICIES.get(name) or (named(name, "sampling policy ") if "." in str(name) else None)
     if not (isinstance(found, type) and issubclass(found, Policy)) or found.name != name:
         raise ConfigError(f"sampling policy {name!r} is unknown; known: {', '.join(POLICIES)}.")

@@ -94,7 +94,7 @@ class Policy(ABC):
 
     weight = 1.0
     name: ClassVar[str]
-    covers: ClassVar[Mapping[str, tuple[str, ...]]]
+    covers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     why: ClassVar[str] = ""
     written: ClassVar[Mapping[str, str]] = {}
     drawn_with: ClassVar[str | None] = None

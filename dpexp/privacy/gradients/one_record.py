@@ -294,7 +294,7 @@ class _Tracing:
             raise NotTraceable("training_step draws by Python's or NumPy's generator, once for all records")
         check_operators(graph)
         drop_copies(graph.graph)
-        if check_writes(graph, self._inputs.names()):
+        if check_writes(graph):
             inputs = [t.detach() for t in (*self._state, *self._record)]
             with self._fake, quick_tracing():
                 graph = proxy_tensor.make_fx(torch.func.functionalize(graph, remove="mutations"), WITHOUT_WRITES)(

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, fx
 
 from dpexp._torch_compat import CHECKS_ERRORS, OpOverload, arguments_of, decompositions_of, inputs_of
-from dpexp.errors import ConfigError
-from dpexp.privacy.state_checks import KEEPS_STATE
 
 aten = torch.ops.aten
 
@@ -55,13 +53,11 @@ def check_operators(graph: fx.GraphModule) -> None:
             )
 
 
-def check_writes(graph: fx.GraphModule, names: list[str]) -> bool:
+def check_writes(graph: fx.GraphModule) -> bool:
     """Whether tensors are written to, through views; raises NotTraceable if the graph did not make one.
 
-    Args:
-        names: of the first inputs, which are parameters and buffers.
+    A step that writes to a parameter or buffer runs one record at a time, which refuses it.
     """
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     origin: dict[fx.Node, fx.Node] = {}
     writes = False
     for node in graph.graph.nodes:
@@ -85,10 +81,6 @@ def check_writes(graph: fx.GraphModule, names: list[str]) -> bool:
                     continue
                 writes = True
                 if origin[tensor].op in ("placeholder", "get_attr"):
-                    of_module = dict(zip(inputs, names, strict=False))
-                    if origin[tensor] in of_module:
-                        what = f"{of_module[origin[tensor]]} is changed inside training_step"
-                        raise ConfigError(KEEPS_STATE.format(what=what))
                     raise NotTraceable(f"it writes to a constant in place ({_name(node)})")
     return writes
 
