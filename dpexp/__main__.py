@@ -134,10 +134,14 @@ def job(cfg: DictConfig) -> float | None:
             if isinstance(error, ConfigError | RecordError):
                 sys.exit(f"dpexp: {error}")
             raise
+        from dpexp.commands.description import parent_id, run_name, tags
         from dpexp.reporting.terminal import print_line
-        from dpexp.tracking.run import record_failure
 
-        record_failure(cfg, error)
+        if cfg.tracking.uri is not None and parent_id() is not None and not getattr(error, "tracked", False):
+            from dpexp.tracking.run import record_failure
+
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            record_failure(config.Tracking(**cfg.tracking), run_name(cfg), tags(cfg, None), error, folder)
         if label := trial_label(cfg):
             words = " ".join(f"{type(error).__name__}: {error}".split())
             print_line(label, f"[bold red]FAILED[/]: {escape(words.removeprefix('ConfigError: '))}")

@@ -178,33 +178,6 @@ def register() -> None:
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def not_private_reason(cfg: Any) -> str | None:
-    """Why the (ε, δ) of a run does not cover all of its outputs; None if it does."""
-    if not cfg.privacy.enabled:
-        return "trained without privacy"
-    reasons = {
-        "the noise seed is known": cfg.privacy.noise_seed is not None,
-        "data.schema was filled in from the rows without noise": cfg.data.unsafe,
-        "unsafe diagnostics": cfg.diagnostics == "unsafe",
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
-
-
-_RATE = ("sampling.sampling_rate", "sampling.expected_batch_size")
-_REPLACED = {  # by what is calibrated
-    "sampling_rate": (*_RATE, "privacy.noise_multiplier", "allocation.sigma"),
-    "sampling_rate_at_fixed_noise": (*_RATE, "allocation.sigma_of_average"),
-    "steps": ("sampling.steps", "sampling.epochs"),
-    "clip_norm": ("privacy.noise_multiplier",),
-}
-
-
-def replaced(cfg: Any) -> dict[str, Any]:
-    """The configured values that calibration replaces, by key."""
-    keys = _REPLACED.get(cfg.calibrate, ()) if cfg.privacy.enabled else ()
-    return {key: value for key in keys if (value := OmegaConf.select(cfg, key)) is not None}
-
-
 def tracking_uri() -> str:
     """The default tracking URI."""
     here = os.getcwd()

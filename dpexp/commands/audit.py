@@ -12,19 +12,20 @@ from dpexp.accounting.auditing import Audit, level_of_checks, releases
 from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import concatenate, read_ledger
 from dpexp.accounting.rounding import up
-from dpexp.commands.build import accountants, add_optimizer, data_of, module_of
-from dpexp.commands.trainer import callback_for, trainer_for
+from dpexp.commands.job import Job
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.run_figures import audit_figure
 from dpexp.reporting.terminal import RoundBar
+from dpexp.tracking.job_folder import LEDGER
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
 
 FOLDER = "audit"  # in the job's folder
+NOISE, SAMPLES = "noise", "samples"  # in it, each with the ledger of a training
 
 
-def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float) -> tuple[Audit, Figure]:
+def audit_plan(job: Job, claimed: float) -> tuple[Audit, Figure]:
     """Trains two variants of a job's plan with canaries, one without sampling and one with almost no noise.
 
     What they release in the canaries' coordinates is tested against the claim of the first variant's ledger. The models
@@ -33,8 +34,8 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     Returns:
         the results, and their figure, with the ε `claimed` for the job.
     """
-    cfg, folder = copy.deepcopy(cfg), output / FOLDER
-    folder.mkdir(exist_ok=True)
+    assert job.plan is not None
+    cfg, plan, folder = copy.deepcopy(job.cfg), job.plan, job.output / FOLDER
     cfg.callbacks = {}
     cfg.checkpoint.update(every_n_rounds=None, resume=False)
     cfg.trainer.num_evaluations = 0
@@ -42,15 +43,14 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
     coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
     level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 5)
     attack, contributions = Attack(), Contributions()
-    canaries = _train_with_canaries(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
-    sampled = _train_with_canaries(
-        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl"
-    )
+    canaries = _train_with_canaries(cfg, unsampled(plan), coins, attack, folder / NOISE)
+    noiseless = nearly_noiseless(plan, canaries.count, level)
+    sampled = _train_with_canaries(cfg, noiseless, None, contributions, folder / SAMPLES)
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
-    ledger, samples = (read_ledger(folder / name) for name in ("ledger.jsonl", "samples.jsonl"))
+    ledger, samples = (read_ledger(folder / name / LEDGER) for name in (NOISE, SAMPLES))
     counted = releases(canaries.releases + sampled.releases, concatenate([ledger, samples]))
     checks = [*attack.checks(level), *contributions.checks(level), counted]
-    accountant = accountants(cfg, plan)[0]
+    accountant = job.accountants[0]
     found = judged(
         attack.scores(canaries.count), canaries.included, ledger, deltas, level, checks, accountant,
         cfg.audit.confidence, canaries.middle,
@@ -59,25 +59,27 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path, claimed: float)
 
 
 def _train_with_canaries(
-    cfg: DictConfig, plan: PrivacyPlan, coins: KeyStream | None, reader: Attack | Contributions, ledger: Path
+    cfg: DictConfig, plan: PrivacyPlan, coins: KeyStream | None, reader: Attack | Contributions, folder: Path
 ) -> Canaries:
     """Trains once; `reader` reads the releases in the coordinates of the canaries, which are returned."""
-    ledger.unlink(missing_ok=True)  # of an interrupted audit, which has shown nothing
-    pl.seed_everything(cfg.seed, verbose=False)
-    module = module_of(cfg)
-    data = data_of(cfg)
-    canaries = Canaries(module, plan, cfg.audit.num_canaries, coins, reader)
-    canaries.put_into(data)
-    add_optimizer(cfg, module, plan)
-    privacy = callback_for(cfg, canaries.plan, ledger)
-    trainer = trainer_for(cfg, canaries.plan, privacy, ledger.parent)
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LEDGER).unlink(missing_ok=True)  # of an interrupted audit, which has shown nothing
+    canaries: Canaries
+
+    def plan_with_canaries(_: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
+        nonlocal canaries
+        canaries = Canaries(module, plan, cfg.audit.num_canaries, coins, reader)
+        return canaries.plan
+
+    job = Job.of(cfg, folder, plan_with_canaries)
+    canaries.put_into(job.data)
+    callbacks: list[pl.Callback] = job.trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
-    callbacks.insert(callbacks.index(privacy) + 1, canaries)
+    callbacks.insert(callbacks.index(job.privacy) + 1, canaries)  # type: ignore[arg-type]
     for callback in callbacks:
         if isinstance(callback, RoundBar):
             callback.purpose = "audit"  # whose ε is not the job's
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "data.*(the training set holds|is not used).*")  # because of the canaries
-        trainer.fit(module, datamodule=data)
+        job.fit()
     return canaries

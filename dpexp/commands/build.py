@@ -197,15 +197,22 @@ def _refusing(key: str, hook: str, target: str) -> Iterator[None]:
 
 
 def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:
-    """Sets the batch size of dpexp's own data modules; without privacy, where the loader draws the samples, of any."""
+    """Sets the number of workers, and the batch size of dpexp's own data modules; without privacy, where the loader
+    draws the samples, of any."""
+    if hasattr(data, "num_workers"):
+        data.num_workers = cfg.trainer.num_workers
     is_own = cfg.data.module._target_.startswith("dpexp.") and "batch_size" not in cfg.data.module
     if hasattr(data, "batch_size") and (plan is None or is_own):
         records = plan.sampling.q * plan.n if plan else sampling_of(cfg).resolve(cfg.data.n)[0].q * cfg.data.n
         data.batch_size = max(1, round(records))
 
 
-def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> None:
-    """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known."""
+def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> float | None:
+    """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known.
+
+    Returns:
+        What optimizer.lr=auto means; None if the learning rate is given.
+    """
     cfg.rounds = plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
     if not isinstance(module, Classifier):
         chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
@@ -213,8 +220,10 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
             raise ConfigError(
                 f"{chosen[0]} would be ignored: {type(module).__name__} configures its own; leave it out."
             )
-        return
-    nodes = {"optimizer": {**cfg.optimizer} | default_learning_rate(cfg, plan), "scheduler": cfg.scheduler}
+        return None
+    learning_rate = _default_learning_rate(cfg, plan)
+    given = {} if learning_rate is None else {"lr": learning_rate}
+    nodes = {"optimizer": {**cfg.optimizer} | given, "scheduler": cfg.scheduler}
     made: Any = module.parameters()
     for section, node in nodes.items():
         if not node:
@@ -226,15 +235,15 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
             made.step()  # without gradients, which changes nothing; a wrong value may be noticed only here
         except Exception as error:  # torch raises many types for a wrong value
             raise cannot_be_made(section, cfg[section], error) from error
+    return learning_rate
 
 
-def default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, float]:
-    """{"lr": what optimizer.lr=auto means for the plan}; {} if the learning rate is given."""
+def _default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> float | None:
     if cfg.optimizer.get("lr") != AUTO:
-        return {}
+        return None
     check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
     norm = plan.gradient_norm if plan else 1.0
-    return {"lr": noisy_learning_rate(cfg.optimizer, cfg.rounds, norm)}
+    return noisy_learning_rate(cfg.optimizer, cfg.rounds, norm)
 
 
 def silence_lightning() -> None:

@@ -1,66 +1,28 @@
-"""What a job measured: result.json, its figures, and the objective that it returns to a sweeper."""
+"""What a job measured: result.json and its figures."""
 
 import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.risk import risk
-from dpexp.commands.build import accountants
+from dpexp.commands.job import Job
 from dpexp.commands.trainer import AVERAGING
-from dpexp.commands.validate import reported
-from dpexp.config import not_private_reason
-from dpexp.errors import ConfigError, in_one_line
-from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.commands.validate import not_private_reason, reported
+from dpexp.errors import in_one_line
 from dpexp.privacy.preprocessing_methods import preprocessing_of
 from dpexp.reporting.run_figures import class_counts, values_over_rounds
 from dpexp.training.callbacks import LastWeights
-from dpexp.training.classifier import Classifier
-
-
-def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-    """Refuses an unknown objective before training, if all metrics are known: with dpexp's classifier and callbacks."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    homes = {type(part).__module__.partition(".")[0] for part in (module, *callbacks)}
-    if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning", "lightning"}):
-        return
-    known = [*module.OBJECTIVES] if cfg.train and isinstance(module, Classifier) else []
-    if any(isinstance(callback, LastWeights) for callback in callbacks):
-        known += [f"{name}_unaveraged" for name in known]
-    if cfg.privacy.enabled:
-        targets = (cfg.privacy.epsilon, cfg.privacy.max_advantage, cfg.privacy.max_tpr_at_fpr)
-        known += ["epsilon", *[cfg.calibrate] * any(target is not None for target in targets)]
-    if cfg.objective not in (*known, "test_accuracy"):
-        raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
-
-
-def objective(cfg: DictConfig, result: dict[str, Any]) -> float | None:
-    """The configured objective; None if it is the test accuracy of a job that measures none."""
-    known = dict(result["metrics"])
-    if "epsilon" in result:
-        known["epsilon"] = next(iter(result["epsilon"].values()))
-    if "calibration" in result:
-        known[result["calibration"]["knob"]] = result["calibration"]["value"]
-    if cfg.objective not in known and cfg.objective != "test_accuracy":
-        raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
-    return known.get(cfg.objective)
 
 
 def result_of(
-    cfg: DictConfig,
-    plan: PrivacyPlan | None,
-    ledger: Ledger | None,
-    rounds: int,
-    metrics: dict[str, float],
-    seconds: float,
+    job: Job, ledger: Ledger | None, rounds: int, metrics: dict[str, float], seconds: float
 ) -> dict[str, Any]:
     """The content of result.json."""
+    cfg, plan = job.cfg, job.plan
     result: dict[str, Any] = {
         "private": not_private_reason(cfg) is None and (ledger is None or ledger.not_private_reason is None),
         "trained": cfg.train,
@@ -70,7 +32,7 @@ def result_of(
     }
     if plan is not None and ledger is not None:
         result |= {
-            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
+            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in job.accountants},
             "delta": cfg.privacy.delta,
             "risk": risk(ledger, reported(cfg)).figures(),
             "adjacency": plan.adjacency,
@@ -87,13 +49,14 @@ def result_of(
     return result
 
 
-def measure(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
+def measure(job: Job) -> dict[str, float]:
     """The metrics on the test set; if weights were averaged, also those of the last weights, as `…_unaveraged`.
 
     Those that cannot be measured, as without a test set, are left out with a warning."""
+    module, trainer = job.module, job.trainer
 
     def metrics_of_module() -> dict[str, float]:
-        parts = trainer.test(module, datamodule=data, verbose=False)
+        parts = trainer.test(module, datamodule=job.data, verbose=False)
         return {name: value for part in parts for name, value in part.items()}
 
     metrics: dict[str, float] = {}
@@ -122,9 +85,10 @@ def measure(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
     return metrics
 
 
-def released_values(module: pl.LightningModule, privacy: PrivacyCallback | None, output: Path) -> dict[str, Any]:
+def released_values(job: Job) -> dict[str, Any]:
     """What was released in addition to the model, for result.json; saves its figures."""
-    preprocessing = {name: step.released_values() for name, step in preprocessing_of(module).items()}
+    privacy, output = job.privacy, job.output
+    preprocessing = {name: step.released_values() for name, step in preprocessing_of(job.module).items()}
     preprocessing = {name: values for name, values in preprocessing.items() if values}
     found: dict[str, Any] = {"preprocessing": preprocessing} if preprocessing else {}
     events = {event.query: event for event in privacy.plan.preprocessing} if privacy else {}

@@ -26,23 +26,21 @@ from yaml import YAMLError
 from dpexp._lightning_compat import MisconfigurationException, pl
 from dpexp.commands.build import data_of, features_map, make, module_of, silence_lightning
 from dpexp.commands.command_line import as_overrides, config_file, is_option, with_config_file
+from dpexp.commands.job import Job
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError, in_one_line
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import console, print_tested
 from dpexp.reporting.wording import measured
+from dpexp.tracking.job_folder import CARD, CHECKPOINT, DISK_RESERVE, MLFLOW_MODEL, WEIGHTS
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.features import Features, OnFeatures
 from dpexp.training.data.inputs import OneInput
 from dpexp.training.data.raw import RawData, content_of, delimiter_of, text_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, read_metadata, save_weights
 
-# Files of a job's folder:
-WEIGHTS, CARD, MLFLOW_MODEL, DISK_RESERVE = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
-CHECKPOINT = "last.ckpt"
 _MAY_DIFFER = ("checkpoint", "rounds", "tracking")  # sections in which a resumed job may differ
 
 
@@ -258,31 +256,24 @@ def _inputs(path: Path, cfg: DictConfig) -> Tensor:
     return x
 
 
-def save_model(
-    cfg: DictConfig,
-    plan: PrivacyPlan | None,
-    module: pl.LightningModule,
-    data: pl.LightningDataModule,
-    result: dict[str, Any],
-    output: Path,
-    run_id: str | None,
-) -> dict[str, str]:
+def save_model(job: Job, result: dict[str, Any], run_id: str | None) -> dict[str, str]:
     """Writes weights, card and, for an MLflow run, MLflow's form of the model into the job's folder.
 
     Returns:
         Tags of the model for MLflow's registry.
     """
+    cfg, output = job.cfg, job.output
     for path in (output / WEIGHTS, output / CARD):
         path.unlink(missing_ok=True)  # of a training that ended early, and was resumed
     shutil.rmtree(output / MLFLOW_MODEL, ignore_errors=True)
-    model = bare(module)
+    model = bare(job.module)
     about = {"private": str(result["private"]), "rounds": str(result["rounds"])}
     about |= {"data_id": cfg.data.id} if cfg.data.id else {}
     if "epsilon" in result:
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
-    data = data.of if isinstance(data, Features) else data
+    data = job.data.of if isinstance(job.data, Features) else job.data
     file, words = "inputs.npy", "what the data module gives the model"
     with suppress(Exception):  # the data may be of any kind, and have no test set
         if isinstance(data, RawData):
@@ -297,7 +288,7 @@ def save_model(
     lost = non_tensor_state(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, which are no tensors: a loaded model lacks them")
-    text = card(names, result, plan, run_id or str(output), lost, file, words)
+    text = card(names, result, job.plan, run_id or str(output), lost, file, words)
     (output / CARD).write_text(text)
     if isinstance(data, RawData):
         try:

@@ -20,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpexp._hydra_compat import BasicSweeper
 from dpexp.commands.trial import forget_trials, name_of, remember_trials
-from dpexp.commands.validate import taken
-from dpexp.config import not_private_reason
+from dpexp.commands.validate import not_private_reason, taken
+from dpexp.config import Tracking
 from dpexp.errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ _sweep: "Sweep | None" = None  # the tracked sweep that runs in this process
 
 class Sweep:
     def __init__(self, config: DictConfig) -> None:
-        from dpexp.tracking.provenance import short_name, swept_keys, without_passwords
+        from dpexp.commands.description import short_name, swept_keys
+        from dpexp.tracking.provenance import without_passwords
         from dpexp.tracking.sweep_run import SweepRun
 
         sweeper = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
@@ -183,7 +184,7 @@ class Sweep:
             "selects": sweeper if selects else None,
         }
         self._output = Path(config.hydra.sweep.dir).resolve()
-        self.parent = SweepRun(config, name, key, facts, self._output)
+        self.parent = SweepRun(Tracking(**config.tracking), name, key, facts, self._output)
 
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
         from dpexp.commands.account import cost_of_choice

@@ -14,11 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import MisconfigurationException, environment, pl
 from dpexp.commands import processes
-from dpexp.commands.build import accountants, make
-from dpexp.commands.saved_jobs import CHECKPOINT
+from dpexp.commands.build import make
 from dpexp.commands.trial import trial_label
-from dpexp.commands.validate import REFUSED, sampling_of
-from dpexp.config import not_private_reason
+from dpexp.commands.validate import REFUSED, not_private_reason, sampling_of
 from dpexp.errors import ConfigError, RecordError, in_one_line
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import CPU_BATCH
@@ -27,13 +25,15 @@ from dpexp.privacy.preprocessing import NonPrivatePreprocessing
 from dpexp.privacy.refusals import ONE_OPTIMIZER
 from dpexp.privacy.training import DryRunDone
 from dpexp.reporting.terminal import RoundBar
+from dpexp.tracking.job_folder import CHECKPOINT
+from dpexp.tracking.record import MetricsLogger
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
 # Keys of `trainer` that are not Lightning's:
 OWN = ("max_physical_batch_size", "compile", "memory", "num_workers", "threads", "num_evaluations")
 
 
-def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
+def callback_for(cfg: DictConfig, plan: PrivacyPlan, accountant: str, ledger: Path) -> PrivacyCallback:
     def chosen(value: Any) -> Any:
         return None if value == "auto" else value
 
@@ -41,7 +41,7 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
         plan,
         ledger,
         delta=cfg.privacy.delta,
-        accountant=accountants(cfg, plan)[0],
+        accountant=accountant,
         max_physical_batch_size=chosen(cfg.trainer.max_physical_batch_size),
         compile=chosen(cfg.trainer.compile),
         memory=cfg.trainer.memory,
@@ -53,10 +53,10 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
 
 
 def trainer_for(
-    cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path
+    cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path, count: int
 ) -> pl.Trainer:  # fmt: skip
-    """A Trainer with the configured options and callbacks."""
-    options, count = _options(cfg), processes.join_and_count(cfg)
+    """A Trainer with the configured options and callbacks; `count`: the number of processes."""
+    options = _options(cfg)
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
     rounds = cfg.rounds
     per_epoch = max(1, round(policy.rounds_per_epoch))
@@ -106,8 +106,6 @@ def trainer_for(
 
 def _loggers(cfg: DictConfig, output: Path) -> Iterator[pl.loggers.logger.Logger]:
     """The configured Lightning loggers, each wrapped so that it gets only metrics."""
-    from dpexp.tracking.run import MetricsLogger  # imports MLflow
-
     for name, node in cfg.logger.items():
         kind = str(node.get("_target_")).rpartition(".")[2]
         if kind not in ("CSVLogger", "TensorBoardLogger"):

@@ -13,7 +13,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, coverage
 from dpexp.accounting.sampling import Policy
 from dpexp.commands.objects import made_of
-from dpexp.config import BY_GROUP, CONF, Trainer, not_private_reason, options_by_key, part_of, refusal_of_interpolation
+from dpexp.config import BY_GROUP, CONF, Trainer, options_by_key, part_of, refusal_of_interpolation
 from dpexp.errors import ConfigError, exactly_one, made_from
 from dpexp.privacy.plan.options import Gaussian, Schedules, Target
 from dpexp.privacy.sampling.privacy_unit import Example, User
@@ -103,6 +103,33 @@ def _made_as(kind: type[Made], section: str, cfg: DictConfig) -> Made:
 
 def values_of(section: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(section, resolve=True)  # type: ignore[return-value]
+
+
+def not_private_reason(cfg: DictConfig) -> str | None:
+    """Why the (ε, δ) of a run does not cover all of its outputs; None if it does."""
+    if not cfg.privacy.enabled:
+        return "trained without privacy"
+    reasons = {
+        "the noise seed is known": cfg.privacy.noise_seed is not None,
+        "data.schema was filled in from the rows without noise": cfg.data.unsafe,
+        "unsafe diagnostics": cfg.diagnostics == "unsafe",
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
+
+
+_RATE = ("sampling.sampling_rate", "sampling.expected_batch_size")
+_REPLACED = {  # by what is calibrated
+    "sampling_rate": (*_RATE, "privacy.noise_multiplier", "allocation.sigma"),
+    "sampling_rate_at_fixed_noise": (*_RATE, "allocation.sigma_of_average"),
+    "steps": ("sampling.steps", "sampling.epochs"),
+    "clip_norm": ("privacy.noise_multiplier",),
+}
+
+
+def replaced(cfg: DictConfig) -> dict[str, Any]:
+    """The configured values that calibration replaces, by key."""
+    keys = _REPLACED.get(cfg.calibrate, ()) if cfg.privacy.enabled else ()
+    return {key: value for key in keys if (value := OmegaConf.select(cfg, key)) is not None}
 
 
 def taken(folder: Path) -> list[str]:

@@ -5,12 +5,11 @@ import re
 import resource
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,7 +22,6 @@ from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.accounting.rounding import down, up
 from dpexp.accounting.sampling import RandomAllocation
-from dpexp.config import replaced
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -42,8 +40,13 @@ def _print(text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
-def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] = ()) -> None:
-    """Prints the plan as a table, notes on it, and warnings."""
+def print_plan(plan: PrivacyPlan | None, delta: float, instead_of: Mapping[str, Any], notes: Sequence[str]) -> None:
+    """Prints the plan as a table, notes on it, and warnings.
+
+    Args:
+        delta: the δ at which ε is stated.
+        instead_of: the configured values that calibration replaced, by key.
+    """
     if plan is None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
@@ -72,31 +75,23 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
         line = f"Solved for {knob} = {solved.value:.6g}, which costs {spent}{solved.missed}"
         if held:
             line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
-            line += " in place of " + ", ".join(f"{key}={value}" for key, value in replaced(cfg).items())
+            line += " in place of " + ", ".join(f"{key}={value}" for key, value in instead_of.items())
         _print(escape(line))
     for event in plan.preprocessing:
-        _print(before_training(event, plan, cfg.privacy.delta))
+        _print(before_training(event, plan, delta))
     console.print(plan_table(plan))
     alphas = [{*group.alphas} for group in plan.groups if not group.is_metric]
     if alphas and plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):
         _print("With equal scales α_j, as here, joint clipping is separate clipping; alpha=adaptive learns the scales.")
     for text in notes:
         _print(text)
-    if cfg.privacy.delta >= 1 / plan.n:
+    if delta >= 1 / plan.n:
         console.print(
-            f"[bold red]privacy.delta={up(cfg.privacy.delta, 4)} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ "
+            f"[bold red]privacy.delta={up(delta, 4)} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ "
             f"allows publishing one random {plan.privacy_unit} in full. Well below 1/n is usual."
         )
-    if cfg.data.path is not None:
-        person = cfg.data.person if cfg.data.person not in (None, "row") else None
-        whom = f"all rows with one {person}" if person else f"a {plan.privacy_unit}"
-        _print(f"ε protects {escape(whom)} of {escape(cfg.data.path)}; test records are not protected.")
     if plan.part is not None:
         _print(f"Only training records of {escape(str(plan.part))} are used.")
-    if cfg.privacy.noise_seed is not None:
-        console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
-    if cfg.diagnostics == "unsafe":
-        console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
 
 
 def _allocation(plan: PrivacyPlan) -> str:

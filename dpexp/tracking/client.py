@@ -4,71 +4,33 @@ import json
 import logging
 import os
 import sqlite3
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.tracking.context.git_context import GitRunContext
+from mlflow.tracking.context.registry import resolve_tags
 from sqlalchemy import make_url
 
-from dpexp.errors import ConfigError, is_own, place_of, root_of
-from dpexp.tracking.job_folder import ended
-from dpexp.tracking.provenance import HOST, without_passwords
+from dpexp.config import Tracking
+from dpexp.errors import ConfigError
+from dpexp.tracking.job_folder import ERROR, OUTPUT, ended
+from dpexp.tracking.provenance import HOST, one_line, without_passwords
 
-# MLflow draws a chart of each metric: names with a slash first, then by name. What a run is looked at for, epsilon and
-# test_…, comes before what is constant.
-TRIED = "tried "  # prefix of what calibration tried
-WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, and of released statistics
-ERROR = "dpexp.error"  # a tag: why a run did not finish
-OUTPUT = "dpexp.output"  # a tag: the job's folder
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
 _PATIENCE = 600  # seconds for other processes that hold a lock
 _SILENCE = 5  # seconds that a process waits for another without a word
-# Their messages quote no record
-_OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
 
 
-def constants(values: Mapping[str, float]) -> dict[str, float]:
-    """Figures by the names of their metrics."""
-    return {WITH + name.replace("/", " "): value for name, value in values.items()}
-
-
-def metric_of(knob: str) -> str:
-    """The figure that has the value of a calibrated parameter."""
-    return {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}.get(knob, knob)
-
-
-def value_of(metrics: Mapping[str, float], name: str) -> float | None:
-    """A metric, figure or calibrated parameter of a run."""
-    return metrics.get(name, metrics.get(WITH + metric_of(name)))
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an error in one line, without passwords of addresses."""
-    return without_passwords(" ".join(str(error).split()))
-
-
-def published_error(error: Exception, output: Path) -> str:
-    """The text of an error for the server: all of a `ConfigError` by dpexp; type and place of any other.
-
-    The message of another error may quote a record: it is written to `error.txt` in the job's folder.
-    """
-    root = root_of(error)
-    if isinstance(error, ConfigError) and is_own(error) and type(root).__module__.partition(".")[0] in _OWN_PACKAGES:
-        return one_line(error)
-    with suppress(OSError):  # the disk may be full
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "error.txt").write_text("".join(traceback.format_exception(error)))
-    return f"{place_of(root)}; see error.txt in the job's folder"
-
-
-def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[MlflowClient, str]:
+def open_store(store: Tracking) -> tuple[MlflowClient, str]:
     """A client, and the id of the experiment, which is created if it does not exist."""
+    uri, experiment = str(store.uri), store.experiment
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")
@@ -76,9 +38,16 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
         with _created_alone(uri):
             client = MlflowClient(tracking_uri=uri)
             found = client.get_experiment_by_name(experiment)
-            return client, found.experiment_id if found else client.create_experiment(experiment, artifacts)
+            return client, found.experiment_id if found else client.create_experiment(experiment, store.artifacts)
     except (MlflowException, OSError, sqlite3.Error) as error:
         raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
+
+
+def create_run(client: MlflowClient, experiment_id: str, tags: Mapping[str, str], **others: Any) -> str:
+    """Creates a run, with the tags that MLflow finds for its columns Source and Created by, too; returns its id."""
+    ignored: Any = [GitRunContext]  # it looks where dpexp lies, and quotes the repository's address
+    run_id: str = client.create_run(experiment_id, tags=resolve_tags(tags, ignored), **others).info.run_id
+    return run_id
 
 
 def database(uri: str) -> Path | None:

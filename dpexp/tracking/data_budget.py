@@ -18,7 +18,7 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from getpass import getuser
@@ -30,7 +30,6 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
-from omegaconf import DictConfig
 from rich.console import Console
 from scipy.optimize import brentq
 
@@ -56,31 +55,38 @@ console = Console()
 
 
 def start(
-    cfg: DictConfig, client: MlflowClient,
-    plan: Ledger | None, output: Path, earlier: Run | None, begin: Callable[[], str],
-) -> str:  # fmt: skip
+    uri: str,
+    client: MlflowClient,
+    facts: Mapping[str, Any],
+    plan: Ledger | None,
+    output: Path,
+    earlier: Run | None,
+    begin: Callable[[], str],
+) -> str:
     """Starts a job's run on a named data set, if its budget has room, and returns the run's id.
 
     From then on, the run counts as its plan.
 
     Args:
+        facts: those of the job's record.
         plan: that in the job's folder; None if nothing is asked of the budget: the job is not private, or has run.
         earlier: the run of a resumed job.
         begin: creates the run, or opens it again, and returns its id.
     """
-    kept = budget(cfg.privacy.budget) if cfg.privacy.budget else None
-    with locked(lock_of(cfg.tracking.uri, cfg.data.id), f"the runs on data.id={cfg.data.id}"):
+    data_id, given = facts["spends"]["data_id"], facts["spends"]["budget"]
+    kept = budget(given) if given else None
+    with locked(lock_of(uri, data_id), f"the runs on data.id={data_id}"):
         if plan is not None and kept is not None:
-            _admit(cfg, kept, plan, earlier)
+            _admit(uri, data_id, kept, plan, facts["delta"], earlier)
         run_id = begin()
-        if not cfg.train:  # it only plans, which costs nothing
+        if not facts["spends"]["trains"]:  # it only plans, which costs nothing
             return run_id
         tags = {BUDGET: json.dumps(asdict(kept))} if kept else {}
         if (output / PLANNED_LEDGER).exists():
             client.log_artifact(run_id, str(output / PLANNED_LEDGER))
             tags[COUNTS_AS] = PLANNED_LEDGER
         # The last tag makes it one of the data set's runs.
-        for tag, value in {**tags, DATA_ID: cfg.data.id}.items():
+        for tag, value in {**tags, DATA_ID: data_id}.items():
             client.set_tag(run_id, tag, value)
     return run_id
 
@@ -232,10 +238,9 @@ def _not_private(reason: str) -> str:
 # The budget
 
 
-def _admit(cfg: DictConfig, kept: Budget, plan: Ledger, earlier: Run | None) -> None:
+def _admit(uri: str, data_id: str, kept: Budget, plan: Ledger, delta: float, earlier: Run | None) -> None:
     """Refuses a job for which the budget has no room."""
-    data_id = cfg.data.id
-    costs = costs_in(cfg.tracking.uri, data_id)
+    costs = costs_in(uri, data_id)
     if earlier is not None:
         costs = [cost for cost in costs if cost.identity != earlier.info.run_id]
     for other in costs:
@@ -251,13 +256,13 @@ def _admit(cfg: DictConfig, kept: Budget, plan: Ledger, earlier: Run | None) -> 
     cost = rho(plan, kept.order)
     asked = f"this job's plan asks for {_percent(cost, kept)}"
     if not kept.holds(spent + cost):
-        fits = _epsilon_that_fits(plan, kept, kept.limit - spent, cfg.privacy.delta)
+        fits = _epsilon_that_fits(plan, kept, kept.limit - spent, delta)
         advice = f"a plan like it fits at privacy.epsilon={fits}" if fits else "no plan like it fits"
         if earlier is not None:
             advice = "so it cannot go on"
         raise ConfigError(
             f"privacy.budget of {kept} for data.id={data_id}: {description}; {asked} (ε = "
-            f"{up(epsilon(plan, cfg.privacy.delta), 4)} by pld); {advice}; see "
+            f"{up(epsilon(plan, delta), 4)} by pld); {advice}; see "
             f"python -m dpexp account {quote(f'data.id={data_id}')}."
         )
     console.print(

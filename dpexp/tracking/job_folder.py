@@ -1,4 +1,4 @@
-"""Names of files in a job's folder, and its lock.
+"""Names in a job's folder: of its files, metrics and tags; and its lock.
 
 Imports nothing slow.
 """
@@ -16,16 +16,40 @@ from dpexp.errors import ConfigError
 RUN = "mlflow_run_id"
 LEDGER = "ledger.jsonl"
 PLANNED_LEDGER = "planned_ledger.jsonl"  # the most that the job will have released at its end
+WEIGHTS, CARD, MLFLOW_MODEL, DISK_RESERVE = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
+CHECKPOINT = "last.ckpt"
 # What a job says of itself, and what of it MLflow has: see dpexp.tracking.mirror
 RECORD, METRICS, STATUS, SENT = "run.json", "metrics.jsonl", "status.json", "mirror.json"
+# Metrics. MLflow draws a chart of each: names with a slash first, then by name. What a run is looked at for, epsilon
+# and test_…, comes before what is constant.
+TRIED = "tried "  # prefix of what calibration tried
+WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, and of released statistics
+# Tags
+ERROR = "dpexp.error"  # why a run did not finish
+OUTPUT = "dpexp.output"  # the job's folder
 CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
+
+
+def constants(values: Mapping[str, float]) -> dict[str, float]:
+    """Figures by the names of their metrics."""
+    return {WITH + name.replace("/", " "): value for name, value in values.items()}
+
+
+def metric_of(knob: str) -> str:
+    """The figure that has the value of a calibrated parameter."""
+    return {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}.get(knob, knob)
+
+
+def value_of(metrics: Mapping[str, float], name: str) -> float | None:
+    """A metric, figure or calibrated parameter of a run."""
+    return metrics.get(name, metrics.get(WITH + metric_of(name)))
 
 
 @contextmanager
 def exclusive(output: Path) -> Iterator[None]:
     """Holds the lock of a job's folder: two processes that resume one job would write to the same run."""
-    lock = FileLock(output / f"{RUN}.lock")
+    lock = FileLock(output / "job.lock")
     try:
         lock.acquire(timeout=_PATIENCE)
     except Timeout as error:

@@ -1,4 +1,4 @@
-"""A job's record in its folder, and the run in MLflow that mirrors it.
+"""The run in MLflow that mirrors a job's record.
 
 The folder alone counts. `Mirror.push` sends what the run does not have yet: from a thread while the job trains, and
 later by `python -m dpexp mirror FOLDER`.
@@ -6,7 +6,6 @@ later by `python -m dpexp mirror FOLDER`.
 
 import json
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -19,61 +18,28 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils import chunk_list
-from omegaconf import DictConfig, OmegaConf
 
-from dpexp.accounting.ledger import contains_lines
+from dpexp.accounting.ledger import Ledger, contains_lines
+from dpexp.config import Tracking
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import ERROR, MAX_METRICS, MAX_PARAMS, OUTPUT, one_line, open_store, set_view
+from dpexp.tracking.client import MAX_METRICS, MAX_PARAMS, create_run, open_store, set_view
 from dpexp.tracking.job_folder import (
+    ERROR,
     LEDGER,
     METRICS,
+    OUTPUT,
     RECORD,
     RUN,
     SENT,
-    STATUS,
     ended,
     exclusive,
     read_json,
     write_json,
 )
-from dpexp.tracking.provenance import valid_name, without_passwords
+from dpexp.tracking.provenance import one_line, without_passwords
 from dpexp.tracking.registered_model import send_model
 
 INTERVAL = 2.0  # seconds between pushes while a job trains
-
-
-class Record:
-    """What a job says of itself, in its folder; of a round nothing but its metrics, and no time.
-
-    `run.json` has name, tags, parameters and the names of files that are closed, each line of `metrics.jsonl` a step
-    and its metrics, `status.json` how the job ended.
-    """
-
-    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
-        self.folder, self._facts = folder, facts
-        (folder / STATUS).unlink(missing_ok=True)  # of a job that is resumed
-        with (folder / METRICS).open("ab+") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # a power failure may have cut the last line
-        write_json(folder / RECORD, facts)
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Adds a line; its place is the only time that MLflow will show."""
-        row = {"step": step, "metrics": {valid_name(name): float(value) for name, value in values.items()}}
-        with (self.folder / METRICS).open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def add(self, *files: str, tags: Mapping[str, str] | None = None, **facts: Any) -> None:
-        """Adds the names of closed files, tags, and other facts; a mirror with the same `facts` has them, too."""
-        self._facts |= facts | {"files": [*self._facts["files"], *files], "tags": self._facts["tags"] | (tags or {})}
-        write_json(self.folder / RECORD, self._facts)
-
-    def end(self, status: str, reason: str | None, rounds: int) -> dict[str, Any]:
-        """Writes how the job ended, and returns it."""
-        said = {"status": status, "reason": reason, "rounds": rounds, "time": int(time.time() * 1000)}
-        with suppress(OSError):  # a full disk; the job's own error says so
-            write_json(self.folder / STATUS, said)
-        return said
 
 
 class Mirror:
@@ -198,45 +164,70 @@ def mirrored(folder: Path, uri: str | None) -> str:
         uri: the store; by default that of the job.
     """
     if not (facts := read_json(folder / RECORD)):
-        raise ConfigError(f"{folder} holds no {RECORD}, the record of a job; name the folder of a job with tracking.")
-    cfg = OmegaConf.load(folder / "config.yaml")
-    assert isinstance(cfg, DictConfig)
-    cfg.tracking.uri = uri or cfg.tracking.uri
-    store = without_passwords(cfg.tracking.uri)
-    if ":…@" in cfg.tracking.uri:
-        raise ConfigError(f"the password of {store} is not kept; give uri=….")
-    from dpexp.tracking import data_budget
-
+        raise ConfigError(f"{folder} holds no {RECORD}, the record of a job; name the folder of a job.")
+    store = Tracking(**facts["store"])
+    store.uri = uri or store.uri
+    if store.uri is None:
+        raise ConfigError(f"the job in {folder} had no store; give uri=….")
+    if ":…@" in store.uri:
+        raise ConfigError(f"the password of {store.uri} is not kept; give uri=….")
     with exclusive(folder):
-        client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
-        begin = partial(created, client, experiment_id, facts)
+        client, experiment_id = open_store(store)
         try:
             if (run := run_of(client, folder)) is not None:
                 run_id = run.info.run_id
                 _refuse_earlier_copy(folder, facts["tags"], run)
                 _refuse_older_ledger(client, run_id, folder / LEDGER)
-            elif cfg.data.id is None:
-                run_id = begin()
             else:
-                run_id = data_budget.start(cfg, client, None, folder, None, begin)
+                run_id = begun(store.uri, client, facts, folder, partial(created, client, experiment_id, facts))
             mirror = Mirror(client, run_id, folder, facts)
         except (MlflowException, OSError) as error:
-            raise ConfigError(f"{store} cannot be used: {one_line(error)}") from error
+            raise ConfigError(f"{without_passwords(store.uri)} cannot be used: {one_line(error)}") from error
         mirror.push(ended(folder))
         if mirror.missed is not None:
-            raise ConfigError(f"the run {run_id} of {store} still lacks some of {folder}: {mirror.missed}")
-        if cfg.data.id is not None:
-            data_budget.end(client, cfg.tracking.uri, run_id, folder)
+            store_name = without_passwords(store.uri)
+            raise ConfigError(f"the run {run_id} of {store_name} still lacks some of {folder}: {mirror.missed}")
+        concluded(store.uri, client, facts, run_id, folder)
     return run_id
+
+
+def begun(
+    uri: str,
+    client: MlflowClient,
+    facts: Mapping[str, Any],
+    folder: Path,
+    begin: Callable[[], str],
+    planned: Ledger | None = None,
+    earlier: Run | None = None,
+) -> str:
+    """The id of a job's run, which `begin` creates or opens again; on a named data set, it counts from then on.
+
+    Args:
+        planned: what is asked of the data set's budget, if it has one; None: nothing.
+        earlier: the run of a resumed job.
+    """
+    if facts["spends"] is None:
+        return begin()
+    from dpexp.tracking import data_budget
+
+    return data_budget.start(uri, client, facts, planned, folder, earlier, begin)
+
+
+def concluded(uri: str, client: MlflowClient, facts: Mapping[str, Any], run_id: str, folder: Path) -> None:
+    """Lets the run of an ended job on a named data set count as its ledger."""
+    if facts["spends"] is not None:
+        from dpexp.tracking import data_budget
+
+        data_budget.end(client, uri, run_id, folder)
 
 
 def created(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any]) -> str:
     """Creates the run of a job; returns its id."""
-    run = client.create_run(experiment_id, facts["start"], facts["tags"], facts["name"])
+    run_id = create_run(client, experiment_id, facts["tags"], start_time=facts["start"], run_name=facts["name"])
     set_view(client, experiment_id)
     inputs = DatasetInput(Dataset(**facts["data"]), [InputTag("mlflow.data.context", "training")])
-    client.log_inputs(run.info.run_id, [inputs])
-    return run.info.run_id
+    client.log_inputs(run_id, [inputs])
+    return run_id
 
 
 def run_of(client: MlflowClient, folder: Path) -> Run | None:

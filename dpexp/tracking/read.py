@@ -15,8 +15,9 @@ from pandas import DataFrame
 
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import ERROR, OUTPUT, TRIED, database, metric_of, one_line, value_of
-from dpexp.tracking.provenance import without_passwords
+from dpexp.tracking.client import database
+from dpexp.tracking.job_folder import ERROR, OUTPUT, TRIED, metric_of, value_of
+from dpexp.tracking.provenance import one_line, without_passwords
 
 
 @contextmanager

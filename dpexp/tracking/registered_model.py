@@ -19,8 +19,8 @@ from mlflow.models import Model
 
 from dpexp.errors import ConfigError
 from dpexp.tracking.provenance import without_passwords
+from dpexp.tracking.record import card_of
 
-_MAX_DESCRIPTION = 5000  # characters
 _REQUIREMENTS = ("dpexp", "torch", "pytorch-lightning", "numpy")
 
 
@@ -43,18 +43,12 @@ def save_as_mlflow(job: Path, example: Any, folder: Path, loader: str) -> None:
         )  # fmt: skip
 
 
-def description(job: Path) -> str:
-    """The model card in a job's folder, cut to the length that MLflow allows."""
-    text = (job / "card.md").read_text()
-    return text if len(text) <= _MAX_DESCRIPTION else text[:_MAX_DESCRIPTION] + "…\n\nThe rest is in card.md."
-
-
 def send_model(
     client: MlflowClient, run_id: str, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None
 ) -> None:
     """Logs a model folder as a model of a run, and registers it as a version of `name`, if given."""
     run = client.get_run(run_id)
-    card = description(folder.parent)
+    card = card_of(folder.parent)
     logged = client.create_logged_model(
         run.info.experiment_id, "model", source_run_id=run_id, tags={**tags, "mlflow.note.content": card}
     )

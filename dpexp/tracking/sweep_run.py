@@ -9,15 +9,15 @@ from typing import Any
 
 from mlflow.entities import Param, ViewType
 from mlflow.utils import chunk_list
-from omegaconf import DictConfig
 from pandas import DataFrame
 
 from dpexp.accounting.ledger import Ledger, ledger_so_far
+from dpexp.config import Tracking
 from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, compact, summary, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
-from dpexp.tracking.client import MAX_PARAMS, OUTPUT, address, constants, end_dead_runs, open_store, set_view
-from dpexp.tracking.job_folder import write_json
+from dpexp.tracking.client import MAX_PARAMS, address, create_run, end_dead_runs, open_store, set_view
+from dpexp.tracking.job_folder import OUTPUT, constants, write_json
 from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume, valid_name
 from dpexp.tracking.read import pulled, search, trials
 
@@ -28,9 +28,9 @@ SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed 
 class SweepRun:
     """A sweep's parent run; a sweep that is started again in its folder continues its earlier run."""
 
-    def __init__(self, cfg: DictConfig, name: str, key: str, facts: dict[str, Any], folder: Path) -> None:
-        self._uri, self._file = cfg.tracking.uri, folder / SWEEP
-        self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+    def __init__(self, store: Tracking, name: str, key: str, facts: dict[str, Any], folder: Path) -> None:
+        self._uri, self._file = str(store.uri), folder / SWEEP
+        self._client, self._experiment = open_store(store)
         end_dead_runs(self._client, self._experiment)
         earlier = json.loads(self._file.read_text()) if self._file.exists() else {}
         self.facts: dict[str, Any] = facts | {"key": key} | earlier
@@ -39,17 +39,16 @@ class SweepRun:
         self.resumed = "run_id" in self.facts
         if not self.resumed:
             tags = {"dpexp.sweep_hash": key} | provenance()
-            run = self._client.create_run(self._experiment, run_name=name[:MAX_NAME], tags=tags)
-            self.remember({"run_id": run.info.run_id})
+            self.remember({"run_id": create_run(self._client, self._experiment, tags, run_name=name[:MAX_NAME])})
         self.run_id: str = self.facts["run_id"]
         run = self._client.get_run(self.run_id)
         host, process = (run.data.tags.get(f"dpexp.{name}") for name in ("host", "pid"))
         if self.resumed and run.info.status == "RUNNING" and host == HOST and process != str(os.getpid()):
             raise ConfigError(f"this sweep is running in process {process}; wait for it.")
         self._client.update_run(self.run_id, "RUNNING")
-        now = provenance_of_resume() if self.resumed else {"dpexp.pid": str(os.getpid())}
-        for tag, value in now.items():
-            self._client.set_tag(self.run_id, tag, value)
+        if self.resumed:
+            for tag, value in provenance_of_resume().items():
+                self._client.set_tag(self.run_id, tag, value)
         set_view(self._client, self._experiment)
         self.address = address(self._uri, self._experiment)
         os.environ[PARENT] = self.run_id

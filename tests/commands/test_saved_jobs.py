@@ -23,7 +23,7 @@ from dpexp import Banded, FullBatch, Microbatch, RandomAllocation
 from dpexp.commands.saved_jobs import _name_classes, evaluate, predict
 from dpexp.commands.validate import noise_of, privacy_unit_of, sampling_of
 from dpexp.errors import ConfigError
-from dpexp.tracking.registered_model import description
+from dpexp.tracking.record import card_of
 from dpexp.training.data import Digits
 from dpexp.training.data.inputs import OneInput
 
@@ -172,9 +172,9 @@ def test_mlflow_loads_it_and_the_registry_knows_its_price(job, tmp_path):
 
 def test_a_card_longer_than_mlflow_takes_is_cut_off(tmp_path):
     (tmp_path / "card.md").write_text("x" * 5000)
-    assert description(tmp_path) == "x" * 5000
+    assert card_of(tmp_path) == "x" * 5000
     (tmp_path / "card.md").write_text("x" * 9000)
-    assert description(tmp_path) == "x" * 5000 + "…\n\nThe rest is in card.md."
+    assert card_of(tmp_path) == "x" * 5000 + "…\n\nThe rest is in card.md."
 
 
 def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path):

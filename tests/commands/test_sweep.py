@@ -25,7 +25,7 @@ from dpexp.accounting.ledger import concatenate, ledger_so_far, read_ledger
 from dpexp.accounting.multiple_runs import ORDERS, draw_repetitions, run_rdp, selection_epsilon, worst_case_rdp
 from dpexp.accounting.rounding import up
 from dpexp.commands import train
-from dpexp.commands.result import objective
+from dpexp.commands.objective import objective
 from dpexp.reporting.comparisons import WHY
 
 QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
@@ -263,7 +263,7 @@ def test_the_job_returns_its_objective(dpexp_job, monkeypatch):
     result = result_of(output)
     assert returned == [result["metrics"]["test_loss_unaveraged"]] and returned[0] > 0
     for name, low, high in (("noise_multiplier", 0.5, 9), ("epsilon", 1.9, 2), ("test_accuracy", 0, 1)):
-        assert low < objective(dpexp.compose(f"objective={name}"), result) <= high
+        assert low < objective(name, result) <= high
 
 
 def test_an_objective_that_a_job_does_not_give_is_refused_before_it_trains(dpexp_job, tmp_path):

@@ -186,7 +186,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     assert 0.98 < result["audit"]["noise"] < 1.02 and 0.98 < result["audit"]["contribution_to_all"] < 1.02
     assert (output / "audit.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "weights.safetensors").exists()
-    attacked, samples = (read_ledger(output / "audit" / name) for name in ("ledger.jsonl", "samples.jsonl"))
+    attacked, samples = (read_ledger(output / "audit" / name / "ledger.jsonl") for name in ("noise", "samples"))
     planned = read_ledger(output / "planned_ledger.jsonl")
     (of_plan,), (of_attack,), (of_samples,) = planned.rounds, attacked.rounds, samples.rounds
     assert of_attack == of_plan and samples.rounds[of_samples] == planned.rounds[of_plan] == 2

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import shutil
 import signal
 
@@ -68,9 +69,27 @@ def test_options_that_lightning_does_not_have_are_refused(dpexp_job):
         dpexp_job(*QUICK, "+trainer.speed=9")
 
 
-def test_a_callback_that_needs_what_is_not_there_is_told_in_one_sentence(dpexp_job):
-    with pytest.raises(SystemExit, match=r"trainer or callbacks: .*logger"):
-        dpexp_job(*QUICK, "callbacks=[learning_rate]")
+NEEDS = """
+from pytorch_lightning import Callback
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+class Needs(Callback):
+    def setup(self, *args, **named):
+        raise MisconfigurationException("Cannot use Needs without\\n a server.")
+"""
+
+
+def test_a_callback_that_needs_what_is_not_there_is_told_in_one_sentence(dpexp_job, tmp_path, monkeypatch):
+    (tmp_path / "needing.py").write_text(NEEDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=r"trainer or callbacks: Cannot use Needs without a server\."):
+        dpexp_job(*QUICK, "+callbacks.mine._target_=needing.Needs")
+
+
+def test_learning_rates_are_metrics_of_the_record_without_a_server_too(dpexp_job):
+    output = dpexp_job(*QUICK, "callbacks=[learning_rate]", "scheduler=cosine")
+    rows = [json.loads(line)["metrics"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert any("lr-SGD" in row for row in rows)
 
 
 def test_something_else_than_a_callback_is_refused(dpexp_job):
@@ -214,7 +233,7 @@ def test_a_second_resume_leaves_the_run_of_the_first_alone_and_a_copied_folder_h
     stopped_before_it_kept_its_model, dpexp_job, tmp_path
 ):
     folder = stopped_before_it_kept_its_model()
-    with FileLock(folder / "mlflow_run_id.lock"), pytest.raises(SystemExit, match="running in another process"):
+    with FileLock(folder / "job.lock"), pytest.raises(SystemExit, match="running in another process"):
         dpexp_job("resume", str(folder))
     (run,) = store_of(tmp_path).search_runs(["1"])
     assert run.info.status == "KILLED" and run.data.tags["dpexp.error"] == "interrupted by the keyboard"

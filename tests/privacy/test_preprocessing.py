@@ -39,7 +39,7 @@ from dpexp.privacy.preprocessing_methods import (
     queries,
 )
 from dpexp.reporting.run_figures import epsilon_over_rounds
-from dpexp.tracking.client import published_error
+from dpexp.tracking.record import published_error
 from dpexp.training.classifier import Classifier
 
 N, SHAPE = 60, [3, 2, 2]

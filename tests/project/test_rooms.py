@@ -21,11 +21,11 @@ ROOMS = {
     "privacy/gradients": (PRIVACY, APPLICATION),
     "privacy": ({"accounting", *PRIVACY}, APPLICATION | {"dp_accounting"}),
     "reporting": ({"accounting", *PRIVACY} - {"privacy/gradients", "privacy/sampling"}, HEAVY),
-    "tracking": ({"accounting", "reporting", *PRIVACY}, set()),
+    "tracking": ({"accounting", "reporting", *PRIVACY}, {"hydra", "omegaconf"}),
     "integrations": ({"accounting", *PRIVACY}, APPLICATION),
     "commands": ({"accounting", "reporting", "tracking", "training", *PRIVACY}, {"mlflow"}),
 }
-WATCHES_A_TRAINING = {"reporting/terminal.py": {"pytorch_lightning", "omegaconf"}}
+WATCHES_A_TRAINING = {"reporting/terminal.py": {"pytorch_lightning"}}
 
 
 @cache
@@ -85,6 +85,32 @@ def test_a_folder_imports_what_it_may(room):
 )
 def test_what_it_may_not_import_is_found(room, line):
     assert [*crossings(room, ast.parse(line))]
+
+
+def taking_the_configuration(tree):
+    """The functions of a file that take a configuration as a parameter."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            given = {one.arg for one in parameters} | {
+                ast.unparse(one.annotation) for one in parameters if one.annotation
+            }
+            if given & {"cfg", "DictConfig", "Config"}:
+                yield getattr(node, "name", "lambda")
+
+
+def test_only_commands_take_the_configuration():
+    """Below them it is not imported either: the table has omegaconf and hydra of each folder."""
+    rooms = {name: room_of(path) for name, path in FILES.items()}
+    found = {
+        name: [*taking_the_configuration(tree_of(FILES[name]))]
+        for name, room in rooms.items()
+        if room not in ("commands", "top")
+    }
+    assert {name: functions for name, functions in found.items() if functions} == {}
+    assert all("omegaconf" in libraries for room, (_, libraries) in ROOMS.items() if room != "commands")
+    example = ast.parse("def a(cfg): ...\ndef b(x: DictConfig): ...\ndef c(x: int): ...\n")
+    assert [*taking_the_configuration(example)] == ["a", "b"]
 
 
 def test_every_folder_is_in_the_table():

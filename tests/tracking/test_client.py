@@ -6,6 +6,7 @@ from mlflow import MlflowClient
 from test_mirror import Job
 from test_run_costs import FORK
 
+from dpexp.config import Tracking
 from dpexp.tracking import client as module
 from dpexp.tracking.client import locked, open_store
 
@@ -27,7 +28,7 @@ def test_a_lock_says_what_it_is_waited_for_and_what_to_do(tmp_path, monkeypatch)
 
 def written(uri, folder, barrier, codes):
     barrier.wait(60)
-    client, experiment = open_store(uri, "dpexp", str(folder))
+    client, experiment = open_store(Tracking(uri, str(folder)))
     job = Job(folder, client, experiment)
     job.mirror.follow()
     for step in range(500):

@@ -14,7 +14,6 @@ from conftest import FORKS
 from dp_accounting import rdp
 from jobs import store_of
 from mlflow import MlflowClient
-from omegaconf import OmegaConf
 from test_run_costs import EVENT, rounds, run_on, store
 
 from dpexp.__main__ import main
@@ -24,9 +23,8 @@ from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 from dpexp.tracking import data_budget
-from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in, lock_of
-from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER
+from dpexp.tracking.job_folder import LEDGER, OUTPUT, PLANNED_LEDGER
 from dpexp.tracking.mirror import earlier_run
 
 __all__ = ["run_on", "store"]  # fixtures
@@ -53,12 +51,9 @@ def ask(run_on):
     """Whether a job that plans `asked` is admitted, and by what it says."""
 
     def ask(asked, earlier=None, given=SMALL):
-        cfg = OmegaConf.create({
-            "data": {"id": run_on.data_id}, "privacy": {"budget": given, "delta": 1e-5},
-            "tracking": {"uri": run_on.uri}, "train": False,
-        })  # fmt: skip
+        facts = {"delta": 1e-5, "spends": {"data_id": run_on.data_id, "budget": given, "trains": False}}
         run = earlier and run_on.client.get_run(run_on.id(earlier))
-        data_budget.start(cfg, run_on.client, asked, None, run, lambda: None)
+        data_budget.start(run_on.uri, run_on.client, facts, asked, None, run, lambda: None)
 
     return ask
 

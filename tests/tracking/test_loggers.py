@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from dpexp.commands.trainer import _to_tensorboard
 from dpexp.errors import ConfigError
-from dpexp.tracking.run import MetricsLogger
+from dpexp.tracking.record import MetricsLogger
 
 JOB = (
     "model=logistic", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=1",

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from dpexp.config import Tracking
 from dpexp.tracking import mirror as module
+from dpexp.tracking import record
 from dpexp.tracking.client import open_store
 from dpexp.tracking.job_folder import read_json
-from dpexp.tracking.mirror import Mirror, Record, created
+from dpexp.tracking.mirror import Mirror, created
+from dpexp.tracking.record import Record
 
 
 class Away:
@@ -58,7 +61,7 @@ class Job:
 def job(tmp_path, empty_store, monkeypatch):
     """A job whose server can go away."""
     monkeypatch.setattr(module, "INTERVAL", 0.0)
-    client, experiment = open_store(f"sqlite:///{tmp_path}/mlflow.db", "dpexp", str(tmp_path / "artifacts"))
+    client, experiment = open_store(Tracking(f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path / "artifacts")))
     made = Job(tmp_path / "job", Away(client), experiment)
     made.client.requests.clear()
     return made
@@ -95,7 +98,7 @@ def test_metrics_of_a_job_that_trains_are_there_within_five_seconds(job, monkeyp
 
 def test_no_metric_tells_how_long_a_round_took(job, monkeypatch):
     times = iter([2000.0, 5000.0, 9000.0])
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: next(times)))
+    monkeypatch.setattr(record, "time", SimpleNamespace(time=lambda: next(times)))
     for step in range(3):
         job.record.metrics({"a": 1.0, "b": 2.0}, step)
         job.mirror.push({})

@@ -208,8 +208,8 @@ def test_mistakes_are_one_sentence(dpexp_job, tmp_path, monkeypatch):
         (tmp_path / "masked" / name).write_text(text.replace("sqlite:///", "postgresql://me:…@db/"))
     for arguments, said in (
         ([], "mirror needs one job's folder, not none"),
-        (["untracked"], r"untracked holds no run\.json, the record of a job; name"),
-        (["nowhere"], r"nowhere holds no run\.json"),
+        (["untracked"], r"the job in untracked had no store; give uri="),
+        (["nowhere"], r"nowhere holds no run\.json, the record of a job; name"),
         (["masked"], "the password of postgresql://me:…@.* is not kept; give uri="),
         (["planned", "uri=x:y"], "x:y cannot be used"),
     ):

@@ -9,7 +9,8 @@ import pytest
 from jobs import store_of
 from mlflow import MlflowClient
 
-from dpexp.tracking.provenance import provenance, short_name, without_passwords
+from dpexp.commands.description import short_name
+from dpexp.tracking.provenance import provenance, without_passwords
 
 pytestmark = pytest.mark.usefixtures("bare")
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")

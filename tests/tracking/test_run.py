@@ -26,11 +26,13 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.risk import FIGURES
 from dpexp.accounting.sampling import sampling_event
+from dpexp.config import Tracking
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.round import PrivateRound
 from dpexp.reporting import terminal
-from dpexp.tracking.client import end_dead_runs, open_store, published_error
+from dpexp.tracking.client import end_dead_runs, open_store
 from dpexp.tracking.provenance import HOST
+from dpexp.tracking.record import published_error
 
 QUICK = (
     "sampling.steps=4", "sampling.expected_batch_size=512", "privacy.noise_multiplier=1.0",
@@ -204,7 +206,7 @@ def test_a_server_that_does_not_answer_does_not_keep_an_interrupted_job(forked, 
 
 
 def test_of_sigkill_the_next_run_in_the_store_tells(tmp_path, empty_store):
-    client, experiment = open_store(f"sqlite:///{tmp_path}/mlflow.db", "one", str(tmp_path))
+    client, experiment = open_store(Tracking(f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path), "one"))
     dead = FORK.Process(target=int)
     dead.start()
     dead.join()

@@ -13,7 +13,6 @@ import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
 from mlflow import MlflowClient
-from omegaconf import OmegaConf
 
 from dpexp.accounting.ledger import (
     Ledger,
@@ -27,6 +26,7 @@ from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.accounting.sampling import sampling_event
 from dpexp.commands.account import account
+from dpexp.config import Tracking
 from dpexp.errors import ConfigError
 from dpexp.tracking import data_budget
 from dpexp.tracking.client import open_store
@@ -67,7 +67,7 @@ def written(path, ledger, close=True, resume=False):
 def store(tmp_path_factory, empty_store):
     folder = tmp_path_factory.mktemp("store")
     uri = f"sqlite:///{folder}/mlflow.db"
-    client, experiment = open_store(uri, "one", str(folder / "artifacts"))
+    client, experiment = open_store(Tracking(uri, str(folder / "artifacts"), "one"))
     return uri, client, experiment, folder
 
 
@@ -80,9 +80,7 @@ class Runs:
 
     def begin(self, plan, output=None, earlier=None, **tags):
         """Starts a job with a plan; returns its folder."""
-        cfg = OmegaConf.create({
-            "data": {"id": self.data_id}, "privacy": {"budget": None}, "tracking": {"uri": self.uri}, "train": True,
-        })  # fmt: skip
+        facts = {"spends": {"data_id": self.data_id, "budget": None, "trains": True}}
         self._count += 1
         output = output or self.folder / f"{self.data_id} {self._count}"
         output.mkdir(exist_ok=True)
@@ -90,7 +88,7 @@ class Runs:
         own = {"dpexp.private": "yes", "mlflow.user": "ann"} | tags
         name = f"run {self._count}"
         run_id = data_budget.start(
-            cfg, self.client, plan, output, earlier,
+            self.uri, self.client, facts, plan, output, earlier,
             lambda: (earlier or self.client.create_run(self.experiment, tags=own, run_name=name)).info.run_id,
         )  # fmt: skip
         (output / RUN).write_text(run_id)
@@ -384,7 +382,7 @@ def test_the_figures_are_those_of_dp_accounting(run_on, capsys):
 def test_several_stores_and_ledgers_are_composed_and_none_twice(run_on, tmp_path, store):
     outputs = [run_on(count=3), run_on(count=4)]
     another = f"sqlite:///{tmp_path}/other.db"
-    client, experiment = open_store(another, "two", str(tmp_path / "artifacts"))
+    client, experiment = open_store(Tracking(another, str(tmp_path / "artifacts"), "two"))
     Runs((another, client, experiment, tmp_path), run_on.data_id)(count=2)
     written(tmp_path / "more.jsonl", rounds(5.0, 5))
     found = account(

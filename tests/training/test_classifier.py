@@ -9,8 +9,8 @@ from sklearn.metrics import balanced_accuracy_score, recall_score
 from torch import nn
 
 from dpexp import compose, plan
-from dpexp.commands.build import add_optimizer, default_learning_rate
-from dpexp.commands.train import defaults_note
+from dpexp.commands.build import add_optimizer
+from dpexp.commands.train import defaults
 from dpexp.errors import ConfigError
 from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import print_tested
@@ -125,21 +125,22 @@ def test_grouping_changes_the_gradient_norm_by_its_noise_alone(groups):
     (["data=images", "data.path=a", "data.n=30000", "data.class_names=[a,b]"], "data.shape=[3, 32, 32]"),
 ])  # fmt: skip
 def test_what_data_have_by_default_is_said(overrides, said):
-    assert said in defaults_note(compose(*overrides), nn.Linear(1, 1), None)
+    assert any(said in one for one in defaults(compose(*overrides), None, None))
 
 
 def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
     cfg = compose("sampling.epochs=400", "privacy.noise_multiplier=10")
     module = Classifier(nn.Linear(3, 2), torch.optim.SGD)
     made = plan(cfg)
-    add_optimizer(cfg, module, made)
+    learning_rate = add_optimizer(cfg, module, made)
     (group,) = module.configure_optimizers().param_groups
-    assert group["lr"] == noisy_learning_rate(SGD, made.rounds, made.gradient_norm) and cfg.optimizer.lr == "auto"
-    note = defaults_note(cfg, module, made)
-    assert note.startswith("By default: sampling.expected_batch_size=359, of a quarter of the records, at most 512; ")
-    assert f"optimizer.lr={group['lr']:.3g}" in note
+    assert group["lr"] == learning_rate == noisy_learning_rate(SGD, made.rounds, made.gradient_norm)
+    assert cfg.optimizer.lr == "auto"
+    size, rate = defaults(cfg, made, learning_rate)
+    assert size == "sampling.expected_batch_size=359, of a quarter of the records, at most 512"
+    assert rate.startswith(f"optimizer.lr={group['lr']:.3g}, ")
     of_users = compose("privacy_unit=user", "privacy.noise_multiplier=10", "data.users=200", "data.n=320")
-    said = defaults_note(of_users, nn.Linear(1, 1), plan(of_users))
-    assert "size=80 (the examples of 50 users), of a quarter of the users, at most 512" in said
+    *_, said = defaults(of_users, plan(of_users), None)
+    assert said.endswith("size=80 (the examples of 50 users), of a quarter of the users, at most 512")
     cfg.optimizer.lr, cfg.sampling.expected_batch_size = 0.5, 100.0
-    assert default_learning_rate(cfg, made) == {} and defaults_note(cfg, module, made) == ""
+    assert add_optimizer(cfg, module, made) is None and defaults(cfg, made, None) == []

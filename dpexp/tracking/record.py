@@ -1,0 +1,241 @@
+"""A job's record: its own folder, which alone counts. A run in MLflow is its mirror (`dpexp.tracking.mirror`).
+
+A job has a record whether it is tracked or not. Imports no MLflow.
+"""
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from dpexp._lightning_compat import pl
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import ledger_so_far
+from dpexp.errors import ConfigError, is_own, place_of, root_of
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.reporting.run_figures import epsilon_over_rounds
+from dpexp.tracking.job_folder import (
+    LEDGER,
+    METRICS,
+    OUTPUT,
+    RECORD,
+    STATUS,
+    TRIED,
+    constants,
+    exclusive,
+    metric_of,
+    read_json,
+    write_json,
+)
+from dpexp.tracking.provenance import one_line, provenance_of_resume, valid_name
+
+OF_THE_START = ("name", "start", "params", "data")  # facts that stay when a job is resumed
+_MAX_DESCRIPTION = 5000  # characters
+# Their messages quote no record
+_OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
+
+
+class Record:
+    """What a job says of itself, in its folder; of a round nothing but its metrics, and no time.
+
+    `run.json` has name, tags, parameters, the store, and the names of files that are closed; each line of
+    `metrics.jsonl` a step and its metrics; `status.json` how the job ended.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        self.folder, self.facts = folder, facts
+        (folder / STATUS).unlink(missing_ok=True)  # of a job that is resumed
+        with (folder / METRICS).open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # a power failure may have cut the last line
+        write_json(folder / RECORD, facts)
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Adds a line; its place is the only time that MLflow will show."""
+        row = {"step": step, "metrics": {valid_name(name): float(value) for name, value in values.items()}}
+        with (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def add(self, *files: str, tags: Mapping[str, str] | None = None, **facts: Any) -> None:
+        """Adds the names of closed files, tags, and other facts; a mirror with the same `facts` has them, too."""
+        self.facts |= facts | {"files": [*self.facts["files"], *files], "tags": self.facts["tags"] | (tags or {})}
+        write_json(self.folder / RECORD, self.facts)
+
+    def plan(self, plan: PrivacyPlan) -> None:
+        """Writes the plan, its figures, and what calibration tried."""
+        z = plan.noise_multiplier
+        described = asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}
+        (self.folder / "plan.json").write_text(json.dumps(described, indent=2))
+        figures: dict[str, float] = {"noise_multiplier": z, "sampling_rate": plan.sampling.q, "rounds": plan.rounds}
+        for event in plan.preprocessing:
+            figure = "epsilon" if event.noise == "laplace" else "mu"
+            figures[f"preprocessing/{valid_name(event.query)}/{figure}"] = event.ratio(plan.adjacency)
+        if (solved := plan.calibration) is not None:
+            figures.setdefault(metric_of(solved.knob), solved.value)
+            for step, (value, cost) in enumerate(solved.trace):
+                self.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
+        planned = epsilon(plan.ledger(), self.facts["delta"], self.facts["accountants"][0])
+        self.metrics({"epsilon_planned": planned} | constants(figures), 0)
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        """Writes the final figures of `result.json`."""
+        spent = result.get("epsilon", {})
+        # That of the first accountant is the metric `epsilon`, or `epsilon_planned`.
+        values = {f"epsilon_{name}": spent[name] for name in self.facts["accountants"][1:]}
+        found = result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
+        if "learning_rate" in result:
+            found |= {"learning_rate": result["learning_rate"]}
+        released = result.get("preprocessing", {})
+        for name, entries in released.items():
+            found |= {f"{valid_name(name)}/{k}": entry for k, entry in enumerate(entries)}
+        self.metrics(values | constants(found), result["rounds"])
+        self.add("result.json", "audit.png", "released.png", *(f"{name}.png" for name in released))
+
+    def model(self, tags: Mapping[str, str], rounds: int, register: str | None) -> None:
+        """Names the model's files; it is to be registered under a name, if there is one."""
+        self.add(
+            "weights.safetensors", "card.md", "adapter", "generated.txt", "mlflow_model",
+            tags={"mlflow.note.content": card_of(self.folder)},
+            model={"rounds": rounds, "tags": dict(tags), "name": register},
+        )  # fmt: skip
+
+    def ledger(self) -> None:
+        """Draws the ledger up to the last release, however the job ended."""
+        try:
+            ledger = ledger_so_far(self.folder / LEDGER)
+        except ConfigError:  # missing or damaged; the job's own error says so
+            return
+        figure = epsilon_over_rounds(ledger, self.facts["delta"], self.facts["accountants"])
+        with suppress(OSError):  # a full disk; the job's own error says so
+            if ledger.not_private_reason is not None:  # whatever the configuration says by now
+                self.add(tags={"dpexp.private": f"no: {ledger.not_private_reason}"})
+            figure.savefig(self.folder / "epsilon.png", dpi=150)
+            self.add("epsilon.png")
+
+    def end(self, status: str, reason: str | None) -> dict[str, Any]:
+        """Writes how the job ended, and returns it."""
+        said = {"status": status, "reason": reason, "time": int(time.time() * 1000)}
+        with suppress(OSError):  # a full disk; the job's own error says so
+            write_json(self.folder / STATUS, said)
+        return said
+
+
+class Run(Protocol):
+    """The run of a store that mirrors a record while the job trains."""
+
+    run_id: str
+    address: str
+
+    def follow(self) -> None:
+        """Begins to send what the record gets."""
+
+    def end(self, said: Mapping[str, Any]) -> None:
+        """Sends the rest, and how the job ended."""
+
+
+@contextmanager
+def recorded(
+    folder: Path,
+    facts: dict[str, Any],
+    resumes: bool,
+    run_of: Callable[[dict[str, Any]], Run] | None,
+    stopped_by: Callable[[], str],
+) -> Iterator[tuple[Record, Run | None]]:
+    """Records a job, which ends FINISHED, FAILED, or, after an interrupt (Ctrl-C, SIGTERM), KILLED.
+
+    Args:
+        facts: see `dpexp.commands.description.facts`.
+        resumes: goes on with the record in the folder.
+        run_of: starts the run that mirrors a record with such facts; None: there is none.
+        stopped_by: names the signal that interrupted the job.
+    """
+    with exclusive(folder):
+        facts["tags"][OUTPUT] = str(folder.resolve())
+        if resumes and (earlier := read_json(folder / RECORD)):
+            now = provenance_of_resume() | {OUTPUT: facts["tags"][OUTPUT]}
+            facts = facts | {name: earlier[name] for name in OF_THE_START} | {"tags": earlier["tags"] | now}
+        run = run_of(facts) if run_of else None
+        record = Record(folder, facts)
+        if run:
+            run.follow()
+        status, reason = "FAILED", None
+        try:
+            yield record, run
+            status = "FINISHED"
+        except (KeyboardInterrupt, SystemExit):  # Lightning raises SystemExit after KeyboardInterrupt
+            status, reason = "KILLED", f"interrupted by {stopped_by()}"
+            raise
+        except Exception as error:
+            reason = published_error(error, folder)
+            error.tracked = True  # type: ignore[attr-defined]
+            raise
+        finally:
+            try:
+                record.ledger()
+            finally:
+                said = record.end(status, reason)
+                if run:
+                    run.end(said)
+
+
+class MetricsLogger(pl.loggers.logger.Logger):
+    """Sends Lightning's metrics, except its epoch count, at the number of completed rounds, and nothing else.
+
+    Lightning logs validation one step early; accuracy and ε must have the same step to be charted together.
+    """
+
+    rounds: Callable[[], int] | None = None
+
+    def __init__(self, send: Callable[[dict[str, float], int], None], name: str = "record") -> None:
+        super().__init__()
+        self._send, self._name = send, name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def experiment(self) -> Any:
+        return _NoExperiment()
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        done = self.rounds() if self.rounds is not None else step or 0
+        self._send({name: float(value) for name, value in metrics.items() if name != "epoch"}, done)
+
+
+class _NoExperiment:
+    """What hooks get as `self.logger.experiment`: every attribute of it is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(f"self.logger.experiment.{name}: what it writes is not accounted; log values by self.log.")
+
+
+def card_of(folder: Path) -> str:
+    """The model card in a job's folder, cut to the length that MLflow allows."""
+    text = (folder / "card.md").read_text()
+    return text if len(text) <= _MAX_DESCRIPTION else text[:_MAX_DESCRIPTION] + "…\n\nThe rest is in card.md."
+
+
+def published_error(error: Exception, folder: Path) -> str:
+    """The text of an error for the server: all of a `ConfigError` by dpexp; type and place of any other.
+
+    The message of another error may quote a record: it is written to `error.txt` in the job's folder.
+    """
+    root = root_of(error)
+    if isinstance(error, ConfigError) and is_own(error) and type(root).__module__.partition(".")[0] in _OWN_PACKAGES:
+        return one_line(error)
+    with suppress(OSError):  # the disk may be full
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "error.txt").write_text("".join(traceback.format_exception(error)))
+    return f"{place_of(root)}; see error.txt in the job's folder"
