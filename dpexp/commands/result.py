@@ -124,12 +124,11 @@ def measure(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
 
 def released_values(module: pl.LightningModule, privacy: PrivacyCallback | None, output: Path) -> dict[str, Any]:
     """What was released in addition to the model, for result.json; saves its figures."""
-    preprocessing = {name: step.released_values() for name, step in preprocessing_of(module).items()}
-    preprocessing = {name: values for name, values in preprocessing.items() if values}
+    steps = preprocessing_of(module)
+    preprocessing = {name: values for name, step in steps.items() if (values := step.released_values())}
     found: dict[str, Any] = {"preprocessing": preprocessing} if preprocessing else {}
-    events = {event.query: event for event in privacy.plan.preprocessing} if privacy else {}
     for name, values in preprocessing.items():
-        _save(class_counts(values, events.get(name), name), output / f"{name}.png")
+        _save(class_counts(values, steps[name].sd, name), output / f"{name}.png")
     if privacy and privacy.estimates.history:
         _save(values_over_rounds(privacy.estimates), output / "released.png")
         smoothed = {name: privacy.estimates.moving_average(name) for name in privacy.estimates.history}

@@ -74,8 +74,8 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, notes: Sequence[str] =
             line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
             line += " in place of " + ", ".join(f"{key}={value}" for key, value in replaced(cfg).items())
         _print(escape(line))
-    for event in plan.preprocessing:
-        _print(before_training(event, plan, cfg.privacy.delta))
+    for line in before_training(plan, cfg.privacy.delta):
+        _print(line)
     console.print(plan_table(plan))
     alphas = [{*group.alphas} for group in plan.groups if not group.is_metric]
     if alphas and plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):
