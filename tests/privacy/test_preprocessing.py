@@ -376,6 +376,16 @@ def test_the_noise_is_that_of_the_event(kind, tmp_path):
     assert distinct > 0.99 * torch.stack(seen).numel(), "drawn anew, but for what float32 makes equal"
 
 
+def test_a_job_that_is_resumed_after_its_last_round_knows_the_noise_of_what_it_released(tmp_path):
+    """Its training has no first round, and takes no step of the iterator."""
+    own = made("laplace_counts", noise_multiplier=40.0)
+    module = module_of(it=own)
+    plan, _ = written(tmp_path, module)
+    own.sd = 0.0
+    prepare(module, plan, None, 16, None, KeyStream(), KeyStream(), done=1)
+    assert own.sd == pytest.approx(math.sqrt(2) * 40.0 * own.S)
+
+
 # Plan and ledger
 
 
