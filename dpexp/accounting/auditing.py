@@ -22,7 +22,7 @@ from scipy.stats import t as student
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.composition import Array, GaussianMechanism
-from dpexp.accounting.ledger import Ledger, SumQueryEvent
+from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rounding import down, up
 
 Mask = NDArray[np.bool_]
@@ -120,8 +120,8 @@ def releases(seen: Mapping[str, int], ledger: Ledger) -> Check:
         seen: the releases of each group that left the mechanism, of trainings whose rounds the ledger has.
     """
     written = Counter(dict.fromkeys(seen, 0))
-    for round_, count in ledger.rounds.items():
-        written.update({query.group: count for query in round_.queries if isinstance(query, SumQueryEvent)})
+    for round_, count in ledger.training.items():
+        written.update({query.name: count for query in round_.queries})
     name = max(seen, key=lambda name: seen[name] - written[name])
     said = f"{seen[name]} noisy sums of {name} were released, and the ledger has {written[name]}"
     return _counted("releases", seen[name], written[name], said)

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dpexp.accounting.coverage import NAMES, NOISE, SENSITIVITY, check_covered, coverage, is_covered, yaml_name
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Query, Round
+from dpexp.accounting.coverage import NAMES, NOISE, check_covered, coverage, is_covered, yaml_name
+from dpexp.accounting.ledger import Ledger, Query, Round
 from dpexp.accounting.sampling.policy import Policy, Release, Released
 from dpexp.errors import ConfigError
 
@@ -30,13 +30,12 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
         check_covered(type(event.policy), ledger.adjacency, accountant)
         for query in round_.queries:
             _check_noise(query, accountant)
-        if round_.one_time_query is not None:
-            z = 1 / round_.one_time_query.ratio(ledger.adjacency)
-            counts[Release(z, policy="laplace" if round_.one_time_query.noise == "laplace" else "poisson")] += count
-            continue
         _check_bands(round_)
-        z = round_.noise_multiplier / SENSITIVITY[ledger.adjacency]
-        together[type(event.policy), event.first].append(Released(event, z, count, round_.correlation))
+        z = round_.z(ledger.adjacency)
+        if round_.queries[0].noise == "laplace":  # then it is the only query, on all records
+            counts[Release(z, policy="laplace")] += count
+        else:
+            together[type(event.policy), event.first].append(Released(event, z, count, round_.correlation))
     for (policy, _), rounds in together.items():
         for release, count in policy.releases(rounds, ledger.adjacency):
             counts[release] += count
@@ -58,10 +57,9 @@ def _check_bands(round_: Round) -> None:
 def _check_noise(query: Query, accountant: str | None) -> None:
     own = coverage(accountant) if accountant is not None else None
     if query.noise not in (own.noise if own is not None else NOISE):
-        name = query.query if isinstance(query, OneTimeQueryEvent) else query.group
         raise ConfigError(
-            f"accountant={accountant or 'pld'} is not stated for the noise of the query {name!r} ({query.noise}); "
-            "choose accountant=pld, or other noise."
+            f"accountant={accountant or 'pld'} is not stated for the noise of the query {query.name!r} "
+            f"({query.noise}); choose accountant=pld, or other noise."
         )
 
 

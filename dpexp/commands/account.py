@@ -142,9 +142,9 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
         elif source.ledger.unverified is not None:
             console.print(f"{escape(source.name)}: {escape(source.ledger.unverified)}.")
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
-    distinct = sum(round_.one_time_query is None for round_ in ledger.rounds)
-    kinds = f" of {distinct} kinds" if distinct > 1 else ", all alike"
-    trained = f"{ledger.training_rounds} rounds{kinds}" if distinct else "no rounds"
+    distinct = len(ledger.training)
+    kinds = {0: "", 1: ", all alike"}.get(distinct, f" of {distinct} kinds")
+    trained = f"{ledger.training_rounds or 'no'} rounds{kinds}"
     adjacent = escape(neighbours(ledger.adjacency, ledger.unit))
     console.print(f"Privacy cost of {runs}{trained}{releases_before_training(ledger)}, {adjacent}, at δ = {up(at, 4)}:")
     _say_parts(ledgers)

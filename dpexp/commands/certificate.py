@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +22,7 @@ from dpexp.accounting.ledger.integrity import read_end
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import FIGURES, TAIL, gaussian, in_words, risk
 from dpexp.accounting.rounding import up
+from dpexp.accounting.sampling.policy import Release
 from dpexp.commands.account import console, delta_of, releases_before_training, source_of
 from dpexp.commands.command_line import is_option, read_options
 from dpexp.config import tracking_uri
@@ -202,11 +203,8 @@ def _statement(path: Path, content: bytes, ledger: Ledger, delta: float) -> dict
                 "complete": not ledger.incomplete and read_end(path) is not None,
                 "part_of_data": str(ledger.part) if ledger.part else None,
             },
-            "releases": [_counted(replace(r, z=float(f"{r.z:.12g}")), count) for r, count in releases(ledger).items()],
-            "rounds": [
-                {**_counted(round_, count), "sampling": round_.sampling.facts()}
-                for round_, count in ledger.rounds.items()
-            ],
+            "releases": [{"count": count, **_facts(release)} for release, count in releases(ledger).items()],
+            "rounds": [{"count": count, **round_.facts()} for round_, count in ledger.rounds.items()],
         },
         "terms": TERMS,
         "made": {
@@ -222,10 +220,10 @@ def _bound(value: float) -> float | None:
     return float(up(value, 6)) if math.isfinite(value) else None
 
 
-def _counted(event: Any, count: int) -> dict[str, Any]:
-    """The attributes of a round or a release that are not None, and how often it happened."""
-    facts = asdict(event, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
-    return {"count": count, **facts}
+def _facts(release: Release) -> dict[str, Any]:
+    """The attributes of a release that are not None, to 12 digits."""
+    given = {name: value for name, value in vars(release).items() if value is not None}
+    return given | {"z": float(f"{release.z:.12g}")}
 
 
 def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:

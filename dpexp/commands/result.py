@@ -87,13 +87,11 @@ def measure(job: Job) -> dict[str, float]:
 
 def released_values(job: Job) -> dict[str, Any]:
     """What was released in addition to the model, for result.json; saves its figures."""
-    privacy, output = job.privacy, job.output
-    preprocessing = {name: step.released_values() for name, step in preprocessing_of(job.module).items()}
-    preprocessing = {name: values for name, values in preprocessing.items() if values}
+    privacy, output, steps = job.privacy, job.output, preprocessing_of(job.module)
+    preprocessing = {name: values for name, step in steps.items() if (values := step.released_values())}
     found: dict[str, Any] = {"preprocessing": preprocessing} if preprocessing else {}
-    events = {event.query: event for event in privacy.plan.preprocessing} if privacy else {}
     for name, values in preprocessing.items():
-        _save(class_counts(values, events.get(name), name), output / f"{name}.png")
+        _save(class_counts(values, steps[name].sd, name), output / f"{name}.png")
     if privacy and privacy.estimates.history:
         _save(values_over_rounds(privacy.estimates), output / "released.png")
         smoothed = {name: privacy.estimates.moving_average(name) for name in privacy.estimates.history}

@@ -133,7 +133,8 @@ class Canaries(pl.Callback):
             )
             groups.append(replace(group, vectors=vectors))
         module.add_module(_TABLES, self._tables)
-        self.plan = replace(plan, groups=tuple(groups), preprocessing=())  # which canaries, having no input, are not in
+        # Canaries have no input, and are in no round before training.
+        self.plan = replace(plan, groups=tuple(groups), before_training=())
         self._record, local = plan.privacy_unit, plan.privacy_unit.local_training
         self._reach = (
             local.lr * len(local.batches(plan.privacy_unit.max_examples_in_round)) if local else 1.0

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dpexp._lightning_compat import pl, training_loader
 from dpexp.accounting.ledger import LedgerWriter, OneTimeQueryEvent
-from dpexp.accounting.sampling import FullBatch, event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
@@ -36,7 +35,7 @@ def prepare(
     done: int = 0,
     processes: Processes | None = None,
 ) -> Iterator[None]:
-    """Fits each preprocessing step to its noisy sum, and yields after each.
+    """An iterator that fits each preprocessing step to its noisy sum, and yields after each.
 
     A step's query is in the ledger before its noise is drawn. Noise is added in float64; the released sum is rounded
     to float32.
@@ -49,31 +48,37 @@ def prepare(
     """
     processes = processes or Processes()
     steps = preprocessing_of(module)
-    events = plan.preprocessing, [step.query(name, plan.adjacency, 1.0) for name, step in steps.items()]
-    planned, own = (", ".join(map(_described, some)) for some in events)
+    queries = (query for round_ in plan.before_training for query in round_.queries)
+    events = [query for query in queries if isinstance(query, OneTimeQueryEvent)]
+    planned = ", ".join(map(_described, events))
+    own = ", ".join(_described(step.query(name, plan.adjacency, 1.0)) for name, step in steps.items())
     if planned != own:
         raise ConfigError(
             f"the plan was made for a module with the preprocessing {planned or 'none'}, and this one has "
             f"{own or 'none'}; make the plan for the module that is trained."
         )
-    for step, event in zip(steps.values(), plan.preprocessing, strict=True):
+    for step, event in zip(steps.values(), events, strict=True):
         step.sd = event.scale * (math.sqrt(2) if event.noise == "laplace" else 1)
-    for k, (name, step) in [*enumerate(steps.items())][done:]:
-        event, earlier = plan.preprocessing[k], [*steps.values()][:k]
-        total = torch.zeros(step.d, dtype=torch.float64)
-        with processes.fail_together(), own_randomness(next(module.parameters()).device, randomness):
-            if processes.is_main:
-                total = _total(name, step, earlier, loader, physical_batch, randomness)
-        ledger.sample(event_of(FullBatch(), plan.n))
-        ledger.query(event)
-        ledger.commit()
-        if processes.is_main and event.noise == "laplace":
-            add_laplace([(total, event.scale)], noise)
-        elif processes.is_main:
-            GaussianNoise(noise).add_to([(total, event.scale)])
-        processes.broadcast({name: total})
-        step.fit(total.float(), plan.n)
-        yield
+
+    def in_turn() -> Iterator[None]:
+        for k, (name, step) in [*enumerate(steps.items())][done:]:
+            event, earlier = events[k], [*steps.values()][:k]
+            total = torch.zeros(step.d, dtype=torch.float64)
+            with processes.fail_together(), own_randomness(next(module.parameters()).device, randomness):
+                if processes.is_main:
+                    total = _total(name, step, earlier, loader, physical_batch, randomness)
+            ledger.sample(plan.before_training[k].sampling)
+            ledger.query(event)
+            ledger.commit()
+            if processes.is_main and event.noise == "laplace":
+                add_laplace([(total, event.scale)], noise)
+            elif processes.is_main:
+                GaussianNoise(noise).add_to([(total, event.scale)])
+            processes.broadcast({name: total})
+            step.fit(total.float(), plan.n)
+            yield
+
+    return in_turn()
 
 
 def _described(event: OneTimeQueryEvent) -> str:

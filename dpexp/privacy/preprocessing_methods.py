@@ -6,14 +6,17 @@ A new method is a class here and a file in conf/preprocessing. `dpexp.privacy.pr
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.dominating_pairs import pure_below
-from dpexp.accounting.ledger import OneTimeQueryEvent
+from dpexp.accounting.ledger import OneTimeQueryEvent, Round
+from dpexp.accounting.sampling import FullBatch, event_of
 from dpexp.errors import ConfigError, Count, Positive, Range, between, checks_arguments, exactly_one, is_count, one_of
+from dpexp.privacy.sampling.privacy_unit import Example
 
 PLACE = Range("must be an integer of at least 0", lambda value: value == 0 or is_count(value))
 _MAX_CENTER = 1e20
@@ -60,8 +63,9 @@ class Preprocessing(nn.Module, ABC):
         Raises:
             ConfigError: `budget_share` is set, and there is no target.
         """
+        event = partial(OneTimeQueryEvent, name, self.noise, self.S, self.replace_sensitivity)
         if self.noise_multiplier is not None:
-            return OneTimeQueryEvent(name, self.noise, self.S, self.replace_sensitivity, self.noise_multiplier * self.S)
+            return event(self.noise_multiplier * self.S)
         assert self.budget_share is not None
         if mu is None:
             raise ConfigError(
@@ -72,7 +76,7 @@ class Preprocessing(nn.Module, ABC):
         if self.noise == "laplace":
             cost = pure_below(cost)
         sensitivity = self.replace_sensitivity if adjacency == "replace_one" else self.S
-        return OneTimeQueryEvent(name, self.noise, self.S, self.replace_sensitivity, sensitivity / cost)
+        return event(sensitivity / cost)
 
     @abstractmethod
     def vector(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -321,11 +325,19 @@ def preprocessing_of(module: nn.Module) -> dict[str, Preprocessing]:
     return dict(found[0].preprocessing.items()) if found else {}  # type: ignore[arg-type]
 
 
-def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTimeQueryEvent, ...]:
-    """The ledger events of a module's preprocessing steps; arguments as of `Preprocessing.query`."""
+def rounds_before_training(
+    module: nn.Module, n: int, privacy_unit: Example, adjacency: str, mu: float | None
+) -> tuple[Round, ...]:
+    """The rounds of a module's preprocessing steps, on all n records; arguments as of `Preprocessing.query`."""
     steps = preprocessing_of(module)
     shares = {name: step.budget_share for name, step in steps.items() if step.budget_share is not None}
     if sum(shares.values()) >= 1:
         listed = " and ".join(f"preprocessing.{name}.budget_share={share:g}" for name, share in shares.items())
         raise ConfigError(f"{listed} leave nothing for training; their sum must be below 1.")
-    return tuple(step.query(name, adjacency, mu) for name, step in steps.items())
+    queries = [step.query(name, adjacency, mu) for name, step in steps.items()]
+    if queries and privacy_unit != Example():
+        raise ConfigError(
+            f"{queries[0].name}, which is released once, bounds what an example contributes, not a {privacy_unit}; "
+            "choose privacy_unit=example."
+        )
+    return tuple(Round(event_of(FullBatch(), n), (query,)) for query in queries)

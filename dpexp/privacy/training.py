@@ -222,7 +222,7 @@ class PrivateTraining:
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
         processes.share(sampling)
         processes.share(dealing)
-        if self.plan.preprocessing and not self.dry_run_only:
+        if self.plan.before_training and not self.dry_run_only:
             self._preprocessing = prepare(
                 module, self.plan, loader, max_records, self._ledger, noise, randomness, self._preprocessed, processes
             )

@@ -92,8 +92,8 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         same = [one for now in stages for one in now.groups if one.name == group.name] or [group]
         S, sigma = (range_of((getattr(one, name) for one in same), 4) for name in ("S", "sigma"))
         lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
-    for event in plan.preprocessing:
-        lines += ["", f"{before_training(event, plan, result['delta'])}."]
+    for line in before_training(plan, result["delta"]):
+        lines += ["", f"{line}."]
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
         NOT_COVERED, "",

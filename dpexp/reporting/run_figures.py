@@ -1,6 +1,6 @@
 """Figures of runs: ε over rounds, trade-off curves, values released with noise, an audit's errors."""
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent
+from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.risk import type_two_errors
 from dpexp.accounting.rounding import down, up
 from dpexp.privacy.private_metrics import MetricEstimates
@@ -23,8 +23,7 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
     """ε against rounds, one line per accountant."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     # A ledger counts equal rounds, and does not have their order.
-    several = sum(round_.one_time_query is None for round_ in ledger.rounds) > 1
-    label = "round, equal rounds together" if several else "round"
+    label = "round, equal rounds together" if len(ledger.training) > 1 else "round"
     axes = figure.add_subplot(xlabel=label, ylabel=f"ε at δ = {up(delta, 4)}", title="ε over rounds")
     total = ledger.training_rounds
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)}) if total else []
@@ -56,14 +55,11 @@ def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]])
 
 def _first(ledger: Ledger, count: int) -> Ledger:
     """A ledger's first rounds of training, and all releases before them."""
-    rounds = {}
-    for round_, times in ledger.rounds.items():
-        if round_.one_time_query is None:
-            times = min(times, count)
-            count -= times
-        if times:
-            rounds[round_] = times
-    return Ledger(ledger.adjacency, rounds, record=ledger.record)
+    rounds = Counter(ledger.rounds)
+    for round_, times in ledger.training.items():
+        rounds[round_] = min(times, count)
+        count -= rounds[round_]
+    return Ledger(ledger.adjacency, +rounds, record=ledger.record)  # without those that are not reached
 
 
 def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:
@@ -106,15 +102,10 @@ def values_over_rounds(estimates: MetricEstimates) -> Figure:
     return figure
 
 
-def class_counts(counts: Sequence[float], event: OneTimeQueryEvent | None, name: str) -> Figure:
-    """Released counts as bars, ± one standard deviation of the noise (√2 b for Laplace noise).
-
-    Args:
-        event: their release; None: without noise.
-    """
+def class_counts(counts: Sequence[float], deviation: float, name: str) -> Figure:
+    """Released counts as bars, ± one standard deviation of the noise; 0: without noise."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot(xlabel="class", ylabel="records")
-    deviation = event.scale * (math.sqrt(2) if event.noise == "laplace" else 1.0) if event else 0.0
     axes.bar(range(len(counts)), counts, yerr=deviation or None, capsize=3, alpha=0.8)
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set_title(f"{name}: noise of standard deviation {deviation:.3g}", fontsize="medium")

@@ -77,8 +77,8 @@ def print_plan(plan: PrivacyPlan | None, delta: float, instead_of: Mapping[str, 
             line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
             line += " in place of " + ", ".join(f"{key}={value}" for key, value in instead_of.items())
         _print(escape(line))
-    for event in plan.preprocessing:
-        _print(before_training(event, plan, delta))
+    for line in before_training(plan, delta):
+        _print(line)
     console.print(plan_table(plan))
     alphas = [{*group.alphas} for group in plan.groups if not group.is_metric]
     if alphas and plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):

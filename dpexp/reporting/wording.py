@@ -1,27 +1,25 @@
 """How the terminal, model cards and reports word plans and results."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round
+from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.risk import gaussian, in_words
 from dpexp.accounting.rounding import up
-from dpexp.accounting.sampling import FullBatch, event_of
 from dpexp.privacy.plan.plan import PrivacyPlan
 
 RECALL = "test_recall_"  # of class 0, 1, …
 BASELINES = {"test_accuracy": "test_majority_accuracy", "test_perplexity": "test_unigram_perplexity"}
 
 
-def before_training(event: OneTimeQueryEvent, plan: PrivacyPlan, delta: float) -> str:
-    """A release before training in words, with its own ε."""
-    noise = "σ" if event.noise == "gaussian" else "Laplace noise b"
-    own = Ledger(plan.adjacency, {Round(event_of(FullBatch(), plan.n), (event,)): 1})
-    cost = f"ε = {up(epsilon(own, delta), 3)} by itself"
-    return f"Before the first round: {event.query}: S = {event.S:.4g}, {noise} = {event.scale:.4g}, {cost}"
+def before_training(plan: PrivacyPlan, delta: float) -> Iterator[str]:
+    """Each release before training in words, with its own ε."""
+    for round_ in plan.before_training:
+        own = epsilon(Ledger(plan.adjacency, {round_: 1}), delta)
+        yield f"Before the first round: {round_.queries[0]}, ε = {up(own, 3)} by itself"
 
 
 def guarantee_in_words(result: Mapping[str, Any]) -> tuple[str, str, str]:

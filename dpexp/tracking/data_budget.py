@@ -34,8 +34,8 @@ from rich.console import Console
 from scipy.optimize import brentq
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, SumQueryEvent, incomplete_reason
-from dpexp.accounting.ledger.events import Query, check_same
+from dpexp.accounting.ledger import Ledger, incomplete_reason
+from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.ledger.integrity import end_of, read_end
 from dpexp.accounting.ledger.reader import contents
 from dpexp.accounting.multiple_runs import Budget, budget, rho, runs_of_one_record
@@ -287,13 +287,9 @@ def _epsilon_that_fits(plan: Ledger, kept: Budget, left: float, delta: float) ->
 
 
 def _noisier(plan: Ledger, factor: float) -> Ledger:
-    def noisier(query: Query) -> Query:
-        if isinstance(query, SumQueryEvent):
-            return replace(query, sigma=factor * query.sigma)
-        return replace(query, scale=factor * query.scale)
-
     rounds = {
-        replace(round_, queries=tuple(map(noisier, round_.queries))): count for round_, count in plan.rounds.items()
+        replace(round_, queries=tuple(query.noisier(factor) for query in round_.queries)): count
+        for round_, count in plan.rounds.items()
     }
     return replace(plan, rounds=rounds)
 

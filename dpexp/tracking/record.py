@@ -72,9 +72,10 @@ class Record:
         described = asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}
         (self.folder / "plan.json").write_text(json.dumps(described, indent=2))
         figures: dict[str, float] = {"noise_multiplier": z, "sampling_rate": plan.sampling.q, "rounds": plan.rounds}
-        for event in plan.preprocessing:
-            figure = "epsilon" if event.noise == "laplace" else "mu"
-            figures[f"preprocessing/{valid_name(event.query)}/{figure}"] = event.ratio(plan.adjacency)
+        for round_ in plan.before_training:
+            (query,) = round_.queries
+            figure = "epsilon" if query.noise == "laplace" else "mu"
+            figures[f"preprocessing/{valid_name(query.name)}/{figure}"] = 1 / round_.z(plan.adjacency)
         if (solved := plan.calibration) is not None:
             figures.setdefault(metric_of(solved.knob), solved.value)
             for step, (value, cost) in enumerate(solved.trace):

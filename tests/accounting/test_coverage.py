@@ -20,9 +20,8 @@ SAMPLE = sampling_event("poisson", 0.1, 1000)
 class Unknown:
     """Noise that no accountant covers."""
 
-    group: str = "all"
+    name: str = "all"
     noise: str = "gaussian"
-    squared_ratio: float = 1 / 16
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -113,7 +113,7 @@ def test_invalid_events_are_refused(event, facts, message):
 
 def test_equation_1_reduces_a_round_to_one_query():
     round_ = Round(SAMPLING, (SumQueryEvent("a", 3.0, 6.0), SumQueryEvent("b", 1.0, 1.0)))
-    assert round_.noise_multiplier == pytest.approx((0.25 + 1) ** -0.5, rel=1e-15)
+    assert round_.z("add_remove") == 2 * round_.z("replace_one") == pytest.approx((0.25 + 1) ** -0.5, rel=1e-15)
 
 
 def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):

@@ -166,7 +166,7 @@ def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
 def test_rounds_whose_ratios_differ_by_rounding_are_of_one_kind_and_cost_no_less(bounds, ratio):
     rounds = {Round(SAMPLING, (SumQueryEvent("all", S, S * ratio),)): 1 for S in bounds}
     (found,) = releases(Ledger("add_remove", rounds)).items()
-    assert found[1] == len(rounds) and found[0].z == min(round_.noise_multiplier for round_ in rounds)
+    assert found[1] == len(rounds) and found[0].z == min(round_.z("add_remove") for round_ in rounds)
 
 
 def test_rounds_that_differ_are_not_taken_together():

@@ -328,7 +328,7 @@ def test_what_is_left_of_a_plan_are_its_last_rounds():
         nn.Linear(3, 1), n=100, q=0.1, steps=25, noise_multiplier=1.0, schedules={"z": {"step": {0: 2.0, 10: 1.0}}}
     )
     for since in (0, 4, 10, 24, 25):
-        left = {round(round_.noise_multiplier, 9): count for round_, count in made.ledger(since).rounds.items()}
+        left = {round(round_.z("add_remove"), 9): count for round_, count in made.ledger(since).rounds.items()}
         assert left == Counter(([2.0] * 10 + [1.0] * 15)[since:])
 
 

@@ -36,8 +36,9 @@ from dpexp.privacy.preprocessing_methods import (
     Preprocessing,
     Standardize,
     Whiten,
-    queries,
+    rounds_before_training,
 )
+from dpexp.privacy.sampling.privacy_unit import Example
 from dpexp.reporting.run_figures import epsilon_over_rounds
 from dpexp.tracking.record import published_error
 from dpexp.training.classifier import Classifier
@@ -366,13 +367,23 @@ def test_the_noise_is_that_of_the_event(kind, tmp_path):
     for k in range(20):
         (tmp_path / str(k)).mkdir()
         plan, _ = written(tmp_path / str(k), module)
-    (event,) = plan.preprocessing
+    (event,) = plan.before_training[0].queries
     assert event.scale == 40.0 * own.S and event.noise == own.noise
     noise = (torch.stack(seen) - total(own, *records())).flatten()
     expected = event.scale * (math.sqrt(2) if own.noise == "laplace" else 1)
     assert noise.std().item() == pytest.approx(expected, rel=4 / math.sqrt(len(noise)) * 1.5)
     distinct = torch.stack(seen).unique().numel()
     assert distinct > 0.99 * torch.stack(seen).numel(), "drawn anew, but for what float32 makes equal"
+
+
+def test_a_job_that_is_resumed_after_its_last_round_knows_the_noise_of_what_it_released(tmp_path):
+    """Its training has no first round, and takes no step of the iterator."""
+    own = made("laplace_counts", noise_multiplier=40.0)
+    module = module_of(it=own)
+    plan, _ = written(tmp_path, module)
+    own.sd = 0.0
+    prepare(module, plan, None, 16, None, KeyStream(), KeyStream(), done=1)
+    assert own.sd == pytest.approx(math.sqrt(2) * 40.0 * own.S)
 
 
 # Plan and ledger
@@ -397,7 +408,7 @@ def test_the_ledger_is_what_was_planned(tmp_path):
     module = module_of(counts=made("laplace_counts"), pca=made("pca"))
     plan, ledger = written(tmp_path, module)
     planned = plan.ledger()
-    assert [round_ for round_ in planned.rounds if round_.one_time_query] == list(ledger.rounds)
+    assert plan.before_training == tuple(planned.rounds)[:2] == tuple(ledger.rounds)
     assert (len(planned), planned.training_rounds) == (5, 3)
     assert plan.ledger(since=1).rounds == {next(reversed(planned.rounds)): 2}
 
@@ -431,7 +442,8 @@ def test_a_budget_share_is_a_share_of_mu_squared(asked, target, adjacency):
         counts=made("laplace_counts", budget_share=0.02),
         more=made("gaussian_counts", budget_share=0.03),
     )
-    ratios = [event.ratio(adjacency) for event in queries(module, adjacency, target.mu)]
+    rounds = rounds_before_training(module, N, Example(), adjacency, target.mu)
+    ratios = [1 / round_.z(adjacency) for round_ in rounds]
     assert ratios[0] == pytest.approx(math.sqrt(0.1) * target.mu, rel=1e-9)
     assert gaussian_above(np.array(ratios[1:2]))[0] == pytest.approx(math.sqrt(0.02) * target.mu, rel=1e-9)
     assert ratios[2] == pytest.approx(math.sqrt(0.03) * target.mu, rel=1e-9)
@@ -477,7 +489,7 @@ def test_the_noise_that_is_solved_for_is_right_by_dp_accounting():
     module = module_of(pca=made("pca", budget_share=0.2), counts=made("laplace_counts", noise_multiplier=30.0))
     plan = plan_of(module, n=6000, q=0.02, steps=300, epsilon=2.0, delta=1e-5)
     directly = pld.PLDAccountant(value_discretization_interval=1e-4)
-    directly.compose(dp_accounting.GaussianDpEvent(plan.preprocessing[0].scale))
+    directly.compose(dp_accounting.GaussianDpEvent(plan.before_training[0].queries[0].scale))
     directly.compose(dp_accounting.LaplaceDpEvent(30.0))
     one = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(plan.noise_multiplier))
     directly.compose(one, 300)
@@ -566,7 +578,11 @@ def test_a_job_saves_a_model_of_raw_inputs(dpexp_job, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Before the first round: pca: S = 1, σ = 3.868" in said and "class_counts: S = 1, Laplace" in said
     ledger = read_ledger(output / "ledger.jsonl")
-    assert [r.one_time_query.query for r in ledger.rounds if r.one_time_query] == ["class_counts", "standardize", "pca"]
+    assert [r.queries[0].name for r in ledger.rounds if r not in ledger.training] == [
+        "class_counts",
+        "standardize",
+        "pca",
+    ]
     result = result_of(output)
     assert result["epsilon"]["pld"] == pytest.approx(epsilon(ledger, 1e-4), rel=1e-9) and result["epsilon"]["pld"] <= 3
     counts = result["preprocessing"]["class_counts"]

@@ -244,7 +244,7 @@ FIGURES = {
     "epsilon": (lambda: epsilon_over_rounds(RUN, 1e-5, ["pld"]), epsilon(RUN, 1e-5)),
     "trade_off": (lambda: trade_off(RUN, 1e-5, ["pld"]), epsilon(RUN, 1e-5)),
     "audit": (lambda: audit_figure(audited(), ledger(2.0, 1.0, 4), "ε = 3"), audited().bounds[0].claimed),
-    "counts": (lambda: class_counts([3.0, 4.0], None, "counts"), 1),
+    "counts": (lambda: class_counts([3.0, 4.0], 0.0, "counts"), 1),
 }
 
 

@@ -4,8 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
+from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.accounting.sampling.policy import SamplingEvent
 from dpexp.errors import ConfigError
 
@@ -90,13 +91,21 @@ class SumQueryEvent:
                 )
 
     @property
+    def name(self) -> str:
+        return self.group
+
+    @property
     def noise(self) -> str:
         return "gaussian" if self.bands is None else "banded gaussian"
 
-    @property
-    def squared_ratio(self) -> float:
-        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z (see `dpexp.accounting.releases`)."""
-        return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
+    def squared_ratio(self, adjacency: str) -> float:
+        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z; four times that if a record is replaced."""
+        squared_norm = math.fsum(c**2 for c in self.bands or (1.0,))
+        return SENSITIVITY[adjacency] ** 2 * (self.S / self.sigma) ** 2 * squared_norm
+
+    def noisier(self, factor: float) -> Self:
+        """The same query with so much more noise."""
+        return replace(self, sigma=factor * self.sigma)
 
 
 LAWS = ("gaussian", "laplace")
@@ -113,6 +122,7 @@ class OneTimeQueryEvent:
         S_replaced: the sensitivity if a record is replaced with another; at most 2S.
     """
 
+    bands: ClassVar[None] = None
     query: str
     noise: str
     S: float
@@ -130,9 +140,21 @@ class OneTimeQueryEvent:
         _check_ratio(owner, "S/scale", self.S, self.scale)
         _check_ratio(owner, "S_replaced/scale", self.S_replaced, self.scale)
 
-    def ratio(self, adjacency: str) -> float:
-        """Sensitivity over scale: μ = 1/z of `gaussian`, ε of `laplace`."""
-        return (self.S_replaced if adjacency == "replace_one" else self.S) / self.scale
+    def __str__(self) -> str:
+        symbol = "σ" if self.noise == "gaussian" else "Laplace noise b"
+        return f"{self.query}: S = {self.S:.4g}, {symbol} = {self.scale:.4g}"
+
+    @property
+    def name(self) -> str:
+        return self.query
+
+    def squared_ratio(self, adjacency: str) -> float:
+        """The square of sensitivity over scale, which is μ of `gaussian`, ε of `laplace`."""
+        return ((self.S_replaced if adjacency == "replace_one" else self.S) / self.scale) ** 2
+
+    def noisier(self, factor: float) -> Self:
+        """The same query with so much more noise."""
+        return replace(self, scale=factor * self.scale)
 
 
 Query = SumQueryEvent | OneTimeQueryEvent
@@ -146,31 +168,32 @@ class Round:
     queries: tuple[Query, ...]
 
     def __post_init__(self) -> None:
-        if self.one_time_query is not None and (len(self.queries) > 1 or self.sampling.policy.name != "all"):
+        once = next((query for query in self.queries if isinstance(query, OneTimeQueryEvent)), None)
+        if once is not None and (len(self.queries) > 1 or self.sampling.policy.name != "all"):
             raise ConfigError(
-                f"query {self.one_time_query.query!r} must be the only query of its round, and on all records; the "
-                f"round has {len(self.queries)} queries on a sample by {self.sampling.policy.name}."
+                f"query {once.name!r} must be the only query of its round, and on all records; the round has "
+                f"{len(self.queries)} queries on a sample by {self.sampling.policy.name}."
             )
 
-    @property
-    def one_time_query(self) -> OneTimeQueryEvent | None:
-        return next((q for q in self.queries if isinstance(q, OneTimeQueryEvent)), None)
+    def facts(self) -> dict[str, Any]:
+        """What a ledger says of it."""
+        queries = [{name: value for name, value in vars(query).items() if value is not None} for query in self.queries]
+        return {"sampling": self.sampling.facts(), "queries": queries}
 
     @property
     def bands(self) -> int:
         """The largest number of bands of any of its queries."""
-        return max(len(query.bands or (1.0,)) if isinstance(query, SumQueryEvent) else 1 for query in self.queries)
+        return max(len(query.bands or (1.0,)) for query in self.queries)
 
     @property
     def correlation(self) -> tuple[tuple[str, tuple[float, ...]], ...]:
         """The coefficients of noise that is correlated over rounds, by group; sorted."""
-        sums = (query for query in self.queries if isinstance(query, SumQueryEvent))
-        return tuple(sorted((query.group, query.bands) for query in sums if query.bands is not None))
+        return tuple(sorted((query.name, query.bands) for query in self.queries if query.bands is not None))
 
-    @property
-    def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²‖c_g‖²)^(-1/2): a round of sum queries as one Gaussian sum query (paper, equation 1)."""
-        return 1 / math.sqrt(sum(query.squared_ratio for query in self.queries))  # type: ignore[union-attr, misc]
+    def z(self, adjacency: str) -> float:
+        """Noise over sensitivity of the round as one query: (Σ_g (S_g/σ̃_g)²‖c_g‖²)^(-1/2) (paper, equation 1), half of
+        it if records are replaced."""
+        return 1 / math.sqrt(sum(query.squared_ratio(adjacency) for query in self.queries))
 
 
 @dataclass(frozen=True)
@@ -222,9 +245,14 @@ class Ledger:
         return unit(self.record)
 
     @property
+    def training(self) -> dict[Round, int]:
+        """The distinct rounds of training, and how often each happened: all but the queries that are answered once."""
+        return {round_: k for round_, k in self.rounds.items() if not isinstance(round_.queries[0], OneTimeQueryEvent)}
+
+    @property
     def training_rounds(self) -> int:
-        """The number of training rounds: all but the queries that are answered once."""
-        return sum(count for round_, count in self.rounds.items() if round_.one_time_query is None)
+        """The number of training rounds."""
+        return sum(self.training.values())
 
 
 def check_same(ledgers: Sequence[Ledger], subject: str, verb: str) -> None:

@@ -11,11 +11,11 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpexp.accounting.ledger.events import Query, Round, SumQueryEvent, is_integer
+from dpexp.accounting.ledger.events import Round, is_integer
 
 VERSION = 2
 FORMAT = (
@@ -53,8 +53,7 @@ class Chain:
         return self._object({"dpexp_ledger": VERSION, **facts, "format": FORMAT})
 
     def spec(self, round_: Round) -> bytes:
-        queries = [_facts(query) for query in round_.queries]
-        line = self._object({"spec": self.specs, "sampling": round_.sampling.facts(), "queries": queries})
+        line = self._object({"spec": self.specs, **round_.facts()})
         self.specs += 1
         return line
 
@@ -91,13 +90,6 @@ class Chain:
         self.lines += 1
         self.size += len(before) + len(after)
         return before + after
-
-
-def _facts(query: Query) -> dict[str, Any]:
-    facts = asdict(query)
-    if isinstance(query, SumQueryEvent) and query.bands is None:
-        del facts["bands"]
-    return facts
 
 
 def end_of(ledger: Path) -> Path:

@@ -305,7 +305,7 @@ def _check_position(path: Path, before: Contents, position: Mapping[str, Any] | 
 def write_ledger(path: Path, ledger: Ledger) -> None:
     """Writes a whole ledger to a file, such as that of a plan."""
     chain = Chain()
-    planned = (round_.sampling for round_ in ledger.rounds if round_.one_time_query is None)
+    planned = (round_.sampling for round_ in ledger.training)
     with path.open("wb") as file:
         file.write(chain.header(_header(ledger, planned)))
         for spec, (round_, count) in enumerate(ledger.rounds.items()):

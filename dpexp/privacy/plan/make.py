@@ -31,7 +31,7 @@ from dpexp.privacy.plan.clipping import (
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.plan.options import AUTO, Banded, Gaussian, Schedules, Target
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
-from dpexp.privacy.preprocessing_methods import queries
+from dpexp.privacy.preprocessing_methods import rounds_before_training
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling.privacy_unit import Example
@@ -120,12 +120,8 @@ def make_plan(
     schedules.check(sampling, calibrate)
     privacy_target = _privacy_target(target)
     noise.check(policy, calibrate, privacy_target is not None)
-    preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
-    if preprocessing and privacy_unit != Example():
-        raise ConfigError(
-            f"{preprocessing[0].query}, which is released once, bounds what an example contributes, not a "
-            f"{privacy_unit}; choose privacy_unit=example."
-        )
+    mu = privacy_target.mu if privacy_target else None
+    before_training = rounds_before_training(module, records, privacy_unit, adjacency, mu)
     if not trainable(module):
         raise ConfigError(
             "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
@@ -177,7 +173,7 @@ def make_plan(
                 groups.append(Group(name, release.vectors, alphas, S, sigma, w, release.every_n_rounds, *for_gradients))
             return PrivacyPlan(
                 sampled, records, steps, tuple(groups), adjacency, schedules.over(steps), adaptive,
-                preprocessing=preprocessing, privacy_unit=privacy_unit, delta=target.delta,
+                before_training=before_training, privacy_unit=privacy_unit, delta=target.delta,
             )  # fmt: skip
 
         if z is not None and calibrate == "noise_multiplier":
@@ -242,7 +238,11 @@ def _checked(plan: PrivacyPlan) -> PrivacyPlan:
         for by in (min(multipliers), max(multipliers))
     ]
     bounds += [(f"group {group.name}: the scale α", alpha) for group in plan.groups for alpha in group.alphas]
-    bounds += [(f"preprocessing.{query.query}: the clipping norm S", query.S) for query in plan.preprocessing]
+    bounds += [
+        (f"preprocessing.{query.name}: the clipping norm S", query.S)
+        for round_ in plan.before_training
+        for query in round_.queries
+    ]
     for what, number in bounds:
         if not 1e-20 <= number <= 1e20:
             raise ConfigError(f"{what}={number:g} must lie between 1e-20 and 1e20.")

@@ -11,12 +11,11 @@ import numpy as np
 from dpexp.accounting.calibration import Calibration
 from dpexp.accounting.ledger import (
     Ledger,
-    OneTimeQueryEvent,
     Part,
     Round,
     SumQueryEvent,
 )
-from dpexp.accounting.sampling import FullBatch, Policy, RandomAllocation, SamplingEvent, event_of
+from dpexp.accounting.sampling import Policy, RandomAllocation, SamplingEvent, event_of
 from dpexp.accounting.sampling.policy import at_q
 from dpexp.privacy.plan.clipping import Abadi, ClipRule, describe
 from dpexp.privacy.plan.groups import Vector
@@ -107,7 +106,7 @@ class PrivacyPlan:
         schedule: multipliers of z, q and S_g in each round; `sampling` and `groups` do not include them.
         adaptive: the targets of adaptive clipping norms, if any; `groups` has the norms of the first round.
         calibration: the value that was calibrated, if one was.
-        preprocessing: the queries over all records before the first round.
+        before_training: the rounds of preprocessing, each one query over all records.
         privacy_unit: what a record is.
         delta: the δ at which ε is stated, if one was given.
         part: the only records of the data set that are used; None: all.
@@ -121,7 +120,7 @@ class PrivacyPlan:
     schedule: Schedule = field(default_factory=Schedule)
     adaptive: AdaptiveTargets | None = None
     calibration: Calibration | None = None
-    preprocessing: tuple[OneTimeQueryEvent, ...] = ()
+    before_training: tuple[Round, ...] = ()
     privacy_unit: Example = field(default_factory=Example)
     delta: float | None = None
     part: Part | None = None
@@ -174,11 +173,9 @@ class PrivacyPlan:
         return _in_round(self, self.schedule.at_round(t), due, sampling)
 
     def ledger(self, since: int = 0) -> Ledger:
-        """The ledger of the plan; of its rounds from number `since` on, without preprocessing if that is above 0."""
+        """The ledger of the plan; if `since` is above 0, of its rounds of training from that number on."""
         per_epoch = self.sampling.rounds_per_epoch
-        rounds: Counter[Round] = Counter()
-        for event in () if since else self.preprocessing:
-            rounds[Round(event_of(FullBatch(), self.n), (event,))] += 1
+        rounds = Counter(() if since else self.before_training)
         for start, count in self.schedule.segments(self.rounds, (*self._breaks, since)):
             if start < since:
                 continue
