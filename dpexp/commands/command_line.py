@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import yaml
 from hydra import compose as compose_by_hydra
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
@@ -83,7 +84,7 @@ RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .
     "report": """\
 `python -m dpexp report RUN [RUN ...]` writes runs, or a sweep, on one HTML page, without a server or a script.
 
-RUN is the folder of a job or a sweep, or a job's MLflow run id. Options:
+RUN is the folder of a job or a sweep, or the MLflow run id of one. Options:
     out=report.html   where the page goes
     uri=sqlite:///outputs/mlflow.db""",
     "resume": """\
@@ -263,11 +264,15 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
     config.register()
     own = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
     check([*([] if config_dir is None else ["--config-dir", str(config_dir)]), *overrides])
+    of_job = GlobalHydra.instance().hydra  # of the job in which this is called
+    GlobalHydra.instance().hydra = None
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose_by_hydra("config", [*as_overrides(overrides), *own])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(sentence(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = of_job
 
 
 def sentence(error: HydraException | OmegaConfBaseException) -> str:

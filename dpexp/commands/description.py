@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,12 +13,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from dpexp.commands.command_line import compose
 from dpexp.commands.validate import not_private_reason, replaced, values_of
 from dpexp.config import BY_GROUP, COMMAND
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.tracking.job_folder import PLANNED_LEDGER
+from dpexp.tracking.job_folder import PLANNED_LEDGER, RECORD
 from dpexp.tracking.provenance import MAX_NAME, PARENT, provenance, valid_name, without_passwords
 
+_ALWAYS_SHOWN = ("data.n", "privacy.epsilon", "privacy.delta")
 _MAX_PARAM = 6000  # characters of a parameter's value
 _PRIVACY_GROUPS = ("group", "clip_norm", "alpha", "mechanism", "clip_rule", "allocation")
 _NAMED_BY_VALUE = ("data", "model", "group", "mechanism", "sampling", "experiment")
@@ -31,11 +33,14 @@ _NOT_IN_HASH = ("tracking", "logger", "rounds", "checkpoint", "register", "verbo
 def facts(cfg: DictConfig, plan: PrivacyPlan | None, accountants: Sequence[str]) -> dict[str, Any]:
     """What `dpexp.tracking.record.Record` keeps of a job before its first round."""
     budget = cfg.privacy.budget and values_of(cfg.privacy.budget)
+    others = replaced(cfg)
+    given = {f"replaced.{key}" if key in others else key: value for key, value in _flat(values_of(cfg)).items()}
     return {
         "name": run_name(cfg),
         "start": int(time.time() * 1000),
         "tags": tags(cfg, plan),
-        "params": params(cfg, plan),
+        "params": _shown(given) | (_planned(plan) if plan else {}),
+        "configuration": given,
         "data": {
             "name": choices().get("data", "data"),
             "digest": f"n={cfg.data.n}",
@@ -43,7 +48,7 @@ def facts(cfg: DictConfig, plan: PrivacyPlan | None, accountants: Sequence[str])
             "source": json.dumps({"module": cfg.data.module.get("_target_")}),
             "profile": json.dumps({"n": cfg.data.n}),
         },
-        "files": ["config.yaml", "overrides.yaml", "plan.json", PLANNED_LEDGER],
+        "files": [RECORD, "config.yaml", "overrides.yaml", "plan.json", PLANNED_LEDGER],
         "store": {name: text and without_passwords(text) for name, text in values_of(cfg.tracking).items()},
         "delta": cfg.privacy.delta,
         "accountants": [*accountants],
@@ -89,12 +94,14 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     return found | ({"mlflow.parentRunId": parent} if parent else {})
 
 
-def params(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
-    """A run's parameters: what its configuration sets, and the figures of its plan."""
-    others = replaced(cfg)
-    given = _flat(values_of(cfg))
-    values = {f"replaced.{key}" if key in others else key: value for key, value in given.items()}
-    return values | (_planned(plan) if plan else {})
+def _shown(given: Mapping[str, str]) -> dict[str, str]:
+    """Those of a configuration's values that a run shows as parameters: where it is not the default job's; what the
+    sweep varies; and what is looked at in any case. All are in config.yaml."""
+    default = _flat(values_of(compose()))
+    swept = _swept()
+    return {
+        key: value for key, value in given.items() if value != default.get(key) or key in swept or key in _ALWAYS_SHOWN
+    }
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, str]:
@@ -119,16 +126,22 @@ def _planned(plan: PrivacyPlan) -> dict[str, str]:
 
 
 def run_name(cfg: DictConfig) -> str:
-    """The overrides in short, without those that calibration replaced; or if there are none, the main options."""
+    """The model, and the overrides in short, without those that calibration replaced."""
     if cfg.tracking.run_name:
         return str(cfg.tracking.run_name)[:MAX_NAME]
-    swept = {"draw"}
-    if parent_id():
-        overrides = [word for word in shlex.split(os.environ.get(COMMAND, "")) if "=" in word and word[0] != "-"]
-        swept |= swept_keys(overrides, HydraConfig.get().sweeper)
-    main = [choices().get(name) for name in ("data", "model", "group", "mechanism")]
-    given = [word for word in map(str, HydraConfig.get().overrides.task) if _key(word) not in {*replaced(cfg)} - swept]
-    return short_name(given, swept) or " ".join(map(str, main))
+    swept = _swept()
+    left_out = {"model", *({*replaced(cfg)} - swept)}
+    given = [word for word in map(str, HydraConfig.get().overrides.task) if _key(word) not in left_out]
+    model, others = choices().get("model", "model"), short_name(given, swept)
+    return f"{model}, {others}"[:MAX_NAME] if others else f"{model} on {choices().get('data')}"
+
+
+def _swept() -> set[str]:
+    """The keys and groups that the sweep of a trial varies, and its draw."""
+    if not parent_id():
+        return {"draw"}
+    overrides = [word for word in shlex.split(os.environ.get(COMMAND, "")) if "=" in word and word[0] != "-"]
+    return {"draw"} | swept_keys(overrides, HydraConfig.get().sweeper)
 
 
 def short_name(overrides: Sequence[str], swept: Set[str]) -> str:

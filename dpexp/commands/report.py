@@ -4,7 +4,7 @@ import json
 import shlex
 from base64 import b64encode
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dpexp.errors import ConfigError, in_one_line
 from dpexp.reporting.model_card import NOT_COVERED
 from dpexp.reporting.wording import BASELINES, guarantee_in_words, measured
 from dpexp.tracking.provenance import without_passwords
-from dpexp.tracking.read import pulled
+from dpexp.tracking.read import is_sweep, pulled, pulled_sweep
 from dpexp.tracking.sweep_run import SUMMARY
 
 OF_A_PAGE = ("overrides.yaml", "result.json", "ledger.jsonl", "ledger.end.json", "*.png")  # artifacts
@@ -40,11 +40,15 @@ def report(arguments: Sequence[str]) -> None:
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     names, uri = [argument for argument in arguments if not is_option(argument)], cfg.uri or tracking_uri()
     with ExitStack() as fetched:
-        named = [
-            Path(name) if Path(name).is_dir() else fetched.enter_context(pulled(uri, name, "config.yaml", *OF_A_PAGE))
-            for name in names
-        ]
+        named = [Path(name) if Path(name).is_dir() else fetched.enter_context(_fetched(uri, name)) for name in names]
         _write(cfg, named, arguments)
+
+
+def _fetched(uri: str, run_id: str) -> AbstractContextManager[Path]:
+    """The folder of a run, or of a sweep with its trials."""
+    if is_sweep(uri, run_id):
+        return pulled_sweep(uri, run_id, "config.yaml", SUMMARY, *OF_A_PAGE)
+    return pulled(uri, run_id, "config.yaml", *OF_A_PAGE)
 
 
 def _write(cfg: Options, named: Sequence[Path], arguments: Sequence[str]) -> None:

@@ -114,9 +114,10 @@ def _is_alive(pid: int) -> bool:
 
 # The columns of the list of runs. MLflow keeps such views in undocumented tags of the experiment.
 COLUMNS = [  # metrics come before parameters, and by name
-    "metrics.`epsilon`", "metrics.`test_accuracy`", "params.`privacy.delta`", "params.`plan.z`", "params.`plan.q`",
-    "tags.`dpexp.group`", "tags.`dpexp.mechanism`", "tags.`dpexp.clip_rule`", "tags.`dpexp.allocation`",
-    "tags.`dpexp.seed`", "tags.`dpexp.error`",
+    "metrics.`epsilon`", "metrics.`test_accuracy`", "metrics.`test_auc`",
+    "params.`privacy.delta`", "params.`plan.z`", "params.`plan.q`",
+    "tags.`dpexp.model`", "tags.`dpexp.group`", "tags.`dpexp.mechanism`", "tags.`dpexp.clip_rule`",
+    "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
 

@@ -69,6 +69,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def metrics_by_step(output: Path) -> dict[int, dict[str, float]]:
+    """What a job's record has of each step, in order; of several values of a metric the last."""
+    found: dict[int, dict[str, float]] = {}
+    path = output / METRICS
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith("\n"):
+            row = json.loads(line)
+            found.setdefault(row["step"], {}).update(row["metrics"])
+    return found
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file at once: who reads it meanwhile finds the former content."""
     partial = path.with_suffix(".part")

@@ -5,6 +5,7 @@ later by `python -m dpexp mirror FOLDER`.
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +21,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils import chunk_list
 
 from dpexp.accounting.ledger import Ledger, contains_lines
+from dpexp.accounting.risk import FIGURES
+from dpexp.accounting.rounding import up
 from dpexp.config import Tracking
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import MAX_METRICS, MAX_PARAMS, create_run, open_store, set_view
@@ -31,6 +34,8 @@ from dpexp.tracking.job_folder import (
     RECORD,
     RUN,
     SENT,
+    STATUS,
+    WITH,
     ended,
     exclusive,
     read_json,
@@ -39,6 +44,7 @@ from dpexp.tracking.job_folder import (
 from dpexp.tracking.provenance import one_line, without_passwords
 from dpexp.tracking.registered_model import send_model
 
+_DIGITS = 5
 INTERVAL = 2.0  # seconds between pushes while a job trains
 
 
@@ -99,7 +105,8 @@ class Mirror:
         self._push_texts("tags", RunTag, tags, self._tags)
         self._push_texts("params", Param, facts["params"], self._params)
         self._push_metrics()
-        first = [LEDGER, "ledger.end.json"] if end else []  # in this order: a ledger may have gone on after its end
+        # In this order: a ledger may have gone on after its end.
+        first = [METRICS, STATUS, LEDGER, "ledger.end.json"] if end else []
         for path in (self._folder / name for name in (*first, *facts["files"])):
             if path.exists() and self._files.get(path.name) != _version(path) and self._sends_file(path):
                 self._files[path.name] = _version(path)
@@ -118,7 +125,7 @@ class Mirror:
         with (self._folder / METRICS).open() as file:
             rows = [json.loads(line) for line in islice(file, self._lines, None) if line.endswith("\n")]
         points = [
-            Metric(name, value, self._facts["start"] + line, row["step"])
+            Metric(name, shown(name, value), self._facts["start"] + line, row["step"])
             for line, row in enumerate(rows, self._lines)
             for name, value in row["metrics"].items()
         ]
@@ -149,6 +156,14 @@ class Mirror:
         with suppress(OSError):  # a full disk; later it is sent again
             self._sent[self._run_id] = {"lines": self._lines, "files": self._files}
             write_json(self._folder / SENT, self._sent)
+
+
+def shown(name: str, value: float) -> float:
+    """A metric with as many digits as are looked at; what is claimed, as ε, is rounded up."""
+    if not math.isfinite(value) or value.is_integer():
+        return value
+    is_claim = "epsilon" in name or name.removeprefix(WITH) in FIGURES
+    return float(up(value, _DIGITS)) if is_claim else float(f"{value:.{_DIGITS}g}")
 
 
 def _version(path: Path) -> list[int]:

@@ -16,7 +16,17 @@ from pandas import DataFrame
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import database
-from dpexp.tracking.job_folder import ERROR, OUTPUT, TRIED, metric_of, value_of
+from dpexp.tracking.job_folder import (
+    ERROR,
+    METRICS,
+    OUTPUT,
+    RECORD,
+    TRIED,
+    metric_of,
+    metrics_by_step,
+    read_json,
+    value_of,
+)
 from dpexp.tracking.provenance import one_line, without_passwords
 
 
@@ -31,12 +41,47 @@ def pulled(uri: str, run_id: str, needed: str, *others: str) -> Iterator[Path]:
     client, _ = _run(uri, run_id)
     with tempfile.TemporaryDirectory() as folder:
         with readable(uri):
-            for name in sorted(artifact.path for artifact in client.list_artifacts(run_id)):
-                if any(fnmatch(name, pattern) for pattern in (needed, *others)):
-                    client.download_artifacts(run_id, name, folder)
+            _download(client, run_id, Path(folder), (needed, *others))
         if not (Path(folder) / needed).exists():
             raise ConfigError(f"there is no {needed} among the artifacts of the MLflow run {run_id}.")
         yield Path(folder)
+
+
+@contextmanager
+def pulled_sweep(uri: str, run_id: str, *names: str) -> Iterator[Path]:
+    """A temporary folder with files of a sweep's parent run, and in it a folder with those of each trial."""
+    client, parent = _run(uri, run_id)
+    with tempfile.TemporaryDirectory() as folder, readable(uri):
+        _download(client, run_id, Path(folder), names)
+        for number, trial in enumerate(_children(client, parent)):
+            own = Path(folder) / str(number)
+            own.mkdir()
+            _download(client, trial.info.run_id, own, names)
+        yield Path(folder)
+
+
+def is_sweep(uri: str, run_id: str) -> bool:
+    """Whether a run is the parent of a sweep's trials."""
+    _, run = _run(uri, run_id)
+    return "dpexp.sweep_hash" in run.data.tags
+
+
+@contextmanager
+def folder_of(client: MlflowClient, run: Run, *names: str) -> Iterator[Path]:
+    """The folder of a run's job, if one of the named files is in it; else a temporary one with the run's own."""
+    own = Path(run.data.tags.get(OUTPUT, "")).absolute()
+    if OUTPUT in run.data.tags and any((own / name).exists() for name in names):
+        yield own
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _download(client, run.info.run_id, Path(folder), names)
+        yield Path(folder)
+
+
+def _download(client: MlflowClient, run_id: str, folder: Path, patterns: Sequence[str]) -> None:
+    for name in sorted(artifact.path for artifact in client.list_artifacts(run_id)):
+        if any(fnmatch(name, pattern) for pattern in patterns):
+            client.download_artifacts(run_id, name, str(folder))
 
 
 def output_of(uri: str, run_id: str) -> Path:
@@ -63,7 +108,7 @@ _TAGS = (
 _NOT_CONFIGURATION = ("seed", "objective", "privacy.noise_seed", "rounds")
 TRIAL = (
     "run_id", "parent_id", "trial", "name", "start", "status", "error", "private", *_TAGS, "configuration", "seed",
-    "accountant", "knob", *_NUMBERS,
+    "accountant", "knob", *_NUMBERS, "steps",
 )  # fmt: skip
 
 
@@ -76,7 +121,7 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     Returns:
         One row per run, with the columns TRIAL. `configuration` is equal for runs that differ only in the seed and in
         what cannot change the result (tracking, trainer); `start` is in milliseconds; `knob` is the calibrated
-        parameter. Missing numbers are NaN.
+        parameter; `steps` has the metrics of each round that logged some. Missing numbers are NaN.
 
     Raises:
         ConfigError: there is no such store, or a source is neither an experiment nor a run.
@@ -84,9 +129,9 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     client = existing(uri)
     with readable(uri):
         runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
-    parents = {run.data.tags.get(PARENT_RUN) for run in runs.values()}
-    parents |= {run_id for run_id, run in runs.items() if "dpexp.sweep_hash" in run.data.tags}
-    rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents]
+        parents = {run.data.tags.get(PARENT_RUN) for run in runs.values()}
+        parents |= {run_id for run_id, run in runs.items() if "dpexp.sweep_hash" in run.data.tags}
+        rows = [_trial(client, run) for run_id, run in runs.items() if run_id not in parents]
     frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
     return frame.sort_values("test_accuracy", ascending=False, kind="stable", ignore_index=True)
 
@@ -126,8 +171,13 @@ def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
         run = client.get_run(source)
     except MlflowException as error:
         raise ConfigError(f"{source} is neither an experiment nor a run of {without_passwords(uri)}.") from error
-    children = search(client, [run.info.experiment_id], f"tags.`{PARENT_RUN}` = '{run.info.run_id}'")
-    return list(children) or [run]
+    return _children(client, run) or [run]
+
+
+def _children(client: MlflowClient, parent: Run) -> list[Run]:
+    """The trials of a sweep, oldest first."""
+    found = search(client, [parent.info.experiment_id], f"tags.`{PARENT_RUN}` = '{parent.info.run_id}'")
+    return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
 
 
 def search(
@@ -143,9 +193,12 @@ def search(
             return
 
 
-def _trial(run: Run) -> dict[str, Any]:
-    tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
-    knob = params.get("calibrate", "noise_multiplier")
+def _trial(client: MlflowClient, run: Run) -> dict[str, Any]:
+    tags = run.data.tags
+    with folder_of(client, run, RECORD, METRICS) as folder:
+        given, steps = read_json(folder / RECORD).get("configuration", {}), metrics_by_step(folder)
+    metrics = {name: value for values in steps.values() for name, value in values.items()}
+    knob = given.get("calibrate", "noise_multiplier")
     solved = any(name.startswith(TRIED) for name in metrics)
     return {
         "run_id": run.info.run_id,
@@ -157,20 +210,21 @@ def _trial(run: Run) -> dict[str, Any]:
         "error": tags.get(ERROR, ""),
         "private": tags.get("dpexp.private", ""),
         **{name: tags.get(f"dpexp.{name}") for name in _TAGS},
-        "configuration": _configuration(params),
-        "seed": params.get("seed", tags.get("dpexp.seed")),
-        "accountant": json.loads(params.get("accountant.names", '["pld"]'))[0],
+        "configuration": _configuration(given),
+        "seed": tags.get("dpexp.seed"),
+        "accountant": json.loads(given.get("accountant.names", '["pld"]'))[0],
         "knob": knob,
         "knob_value": value_of(metrics, knob) if solved or metric_of(knob) == knob else None,
-        "delta": params.get("privacy.delta"),
+        "delta": given.get("privacy.delta"),
         **{name: value_of(metrics, name) for name in _NUMBERS if name not in ("knob_value", "delta")},
+        "steps": steps,
     }
 
 
-def _configuration(params: Mapping[str, str]) -> str:
+def _configuration(given: Mapping[str, str]) -> str:
     own = {
         key: value
-        for key, value in params.items()
+        for key, value in given.items()
         if key not in _NOT_CONFIGURATION and not key.startswith(("tracking.", "trainer.", "plan."))
     }
     return json.dumps(own, sort_keys=True)

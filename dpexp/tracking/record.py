@@ -34,7 +34,7 @@ from dpexp.tracking.job_folder import (
 )
 from dpexp.tracking.provenance import one_line, provenance_of_resume, valid_name
 
-OF_THE_START = ("name", "start", "params", "data")  # facts that stay when a job is resumed
+OF_THE_START = ("name", "start", "params", "configuration", "data")  # facts that stay when a job is resumed
 _MAX_DESCRIPTION = 5000  # characters
 # Their messages quote no record
 _OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
@@ -159,7 +159,8 @@ def recorded(
         facts["tags"][OUTPUT] = str(folder.resolve())
         if resumes and (earlier := read_json(folder / RECORD)):
             now = provenance_of_resume() | {OUTPUT: facts["tags"][OUTPUT]}
-            facts = facts | {name: earlier[name] for name in OF_THE_START} | {"tags": earlier["tags"] | now}
+            kept = {name: earlier[name] for name in OF_THE_START if name in earlier}
+            facts = facts | kept | {"tags": earlier["tags"] | now}
         run = run_of(facts) if run_of else None
         record = Record(folder, facts)
         if run:

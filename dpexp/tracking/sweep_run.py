@@ -17,9 +17,10 @@ from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, compact, summary, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
 from dpexp.tracking.client import MAX_PARAMS, address, create_run, end_dead_runs, open_store, set_view
-from dpexp.tracking.job_folder import OUTPUT, constants, write_json
-from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume, valid_name
-from dpexp.tracking.read import pulled, search, trials
+from dpexp.tracking.job_folder import LEDGER, OUTPUT, constants, write_json
+from dpexp.tracking.mirror import shown
+from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume
+from dpexp.tracking.read import folder_of, search, trials
 
 TRIALS, SUMMARY = "trials.csv", "summary.csv"  # in a sweep's folder: a row for each trial, for each configuration
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
@@ -84,15 +85,16 @@ class SweepRun:
             if folder is None or not trains or private.startswith("no: trained without"):
                 continue
             name = run.info.run_name or run.info.run_id
-            try:
-                ledgers[run.info.run_id] = self._ledger(run.info.run_id, Path(folder))
-            except ConfigError:
-                path = Path(folder) / "ledger.jsonl"
-                written = path.exists() and b"\n" in path.read_bytes()
-                began = written or "epsilon" in run.data.metrics or run.info.status == "FINISHED"
-                if began or not Path(folder).is_dir():
-                    missing.append(name)
-                continue
+            with folder_of(self._client, run, LEDGER, "ledger.end.json") as own:
+                path = own / LEDGER
+                try:
+                    ledgers[run.info.run_id] = ledger_so_far(path)
+                except ConfigError:
+                    written = path.exists() and b"\n" in path.read_bytes()
+                    began = written or "epsilon" in run.data.metrics or run.info.status == "FINISHED"
+                    if began or not Path(folder).is_dir():
+                        missing.append(name)
+                    continue
             if private != "yes":
                 not_private.append(name)
         if not_private:
@@ -101,17 +103,11 @@ class SweepRun:
             raise ConfigError(f"the ledgers of {', '.join(missing)} are missing.")
         return ledgers
 
-    def _ledger(self, run_id: str, output: Path) -> Ledger:
-        if (output / "ledger.jsonl").exists():
-            return ledger_so_far(output / "ledger.jsonl")
-        with pulled(self._uri, run_id, "ledger.jsonl", "ledger.end.json") as folder:
-            return ledger_so_far(folder / "ledger.jsonl")
-
     def conclude(
         self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], lines: Sequence[str],
         status: str, output: Path,
     ) -> list[str]:  # fmt: skip
-        """Logs the best accuracies, the costs of choosing, and the trials' table and figures, which are in the sweep's
+        """Logs the best accuracy, the costs of choosing, and the trials' tables and figures, which are in the sweep's
         folder, too, and ends the run; one whose trials have all finished has the parameters that they share.
 
         Returns:
@@ -122,12 +118,11 @@ class SweepRun:
             shared = [Param(key, value) for key, value in sorted(set(params[0]).intersection(*params[1:]))]
             for some in chunk_list(shared, MAX_PARAMS):
                 self._client.log_batch(self.run_id, params=some)
-        metrics: dict[str, float] = {}
-        for place, top in tops.items():
-            at = valid_name(f" at {place}".replace(" = ", " ")) if place else ""
-            found = {"test_accuracy": top.row["test_accuracy"], "epsilon": top.row["epsilon"]}
-            metrics |= {f"{name}{at}": value for name, value in found.items() if not math.isnan(value)}
-        metrics |= constants({f"selection/{key}": value for key, value in costs.items()})
+        metrics = constants({f"selection/{key}": value for key, value in costs.items()})
+        if [*tops] == [""]:  # accuracies at different costs are in the summary
+            top = tops[""].row
+            best = {name: shown(name, top[name]) for name in ("test_accuracy", "epsilon")}
+            metrics |= {name: value for name, value in best.items() if not math.isnan(value)}
         earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
         for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # NaN replaces what no longer holds
             self._client.log_metric(self.run_id, key, value)
@@ -145,18 +140,16 @@ class SweepRun:
         os.environ.pop(PARENT, None)
         return omitted
 
-    def _evaluations(self, frame: DataFrame) -> DataFrame:
+    @staticmethod
+    def _evaluations(frame: DataFrame) -> DataFrame:
         """A row for each evaluation during a training, which has its round as a setting."""
         rows = []
         for trial in trained(frame).to_dict("records"):
-            spent, scores, losses = (
-                {point.step: point.value for point in self._client.get_metric_history(trial["run_id"], name)}
-                for name in ("epsilon", "test_accuracy", "test_loss")
-            )
-            for step in sorted(spent.keys() & scores.keys()):
-                setting = json.dumps(json.loads(trial["configuration"]) | {ROUND: step})
-                now = {"epsilon": spent[step], "test_accuracy": scores[step], "test_loss": losses.get(step, math.nan)}
-                rows.append(trial | now | {"configuration": setting})
+            for step, values in sorted(trial["steps"].items()):
+                if {"epsilon", "test_accuracy"} <= {*values}:
+                    setting = json.dumps(json.loads(trial["configuration"]) | {ROUND: step})
+                    now = {name: values.get(name, math.nan) for name in ("epsilon", "test_accuracy", "test_loss")}
+                    rows.append(trial | now | {"configuration": setting})
         return DataFrame(rows, columns=frame.columns)
 
     def discard(self) -> None:

@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from dpexp.commands.trainer import _to_tensorboard
 from dpexp.errors import ConfigError
+from dpexp.tracking.mirror import shown
 from dpexp.tracking.record import MetricsLogger
 
 JOB = (
@@ -23,7 +24,9 @@ def test_a_table_has_the_metrics_that_mlflow_has_and_tensorboards_file_has_no_ti
     assert [path.name for path in folder.iterdir()] == ["metrics.csv"], "no hyperparameters"
     with (folder / "metrics.csv").open() as file:
         rows = [*csv.DictReader(file)]
-    written = {(name, int(row["step"]), float(row[name])) for row in rows for name in row if row[name] != ""}
+    written = {
+        (name, int(row["step"]), shown(name, float(row[name]))) for row in rows for name in row if row[name] != ""
+    }
     written = {point for point in written if point[0] != "step"}
     client = store_of(tmp_path)
     (run,) = client.search_runs(["1"])

@@ -118,7 +118,7 @@ def test_what_a_server_missed_arrives_once_it_is_there_again(job):
     found = job.run
     assert (found.info.status, found.data.metrics, found.data.tags["t"]) == ("KILLED", {"a": 1.0}, "y")
     assert found.data.tags["dpexp.error"] == "it was late"
-    assert [item.path for item in job.client.client.list_artifacts(job.run_id)] == ["notes.txt"]
+    assert [item.path for item in job.client.client.list_artifacts(job.run_id)] == ["metrics.jsonl", "notes.txt"]
 
 
 def test_what_a_server_refuses_does_not_keep_the_rest_from_it(job, monkeypatch):
@@ -141,14 +141,14 @@ def test_nothing_is_sent_twice(job):
     job.record.metrics({"a": 1.0}, 1)
     job.mirror.push(FINISHED)
     sent = [*job.client.requests]
-    assert sorted(sent) == ["log_artifact", "log_batch", "log_batch", "log_batch", "set_terminated"]
+    assert sorted(sent) == ["log_artifact"] * 2 + ["log_batch"] * 3 + ["set_terminated"]
     job.mirror.push(FINISHED)
     job.mirror_later().push(FINISHED)
     assert job.client.requests == [*sent, "get_run"]
     (job.folder / "notes.txt").write_text("changed")
     job.record.metrics({"a": 2.0}, 2)
     job.mirror.push(FINISHED)
-    assert job.client.requests == [*sent, "get_run", "log_batch", "log_artifact"]
+    assert job.client.requests == [*sent, "get_run", "log_batch", "log_artifact", "log_artifact"]
     (job.folder / "mirror.json").unlink()
     job.mirror_later().push(FINISHED)
     assert [point.value for point in job.history("a")] == [1.0, 2.0], "what is sent twice is there once"

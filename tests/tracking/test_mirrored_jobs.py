@@ -15,6 +15,7 @@ from dpexp.__main__ import main
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in
 from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN, exclusive
+from dpexp.tracking.mirror import shown
 
 QUICK = (
     "model=logistic", "sampling.steps=6", "trainer.num_evaluations=2", "data.id=digits", "privacy.epsilon=2",
@@ -70,7 +71,7 @@ def agrees(tmp_path, folder, status):
     assert differing <= ({"times"} if status == "KILLED" else set())
     assert found["status"] == status and found["files"][LEDGER] == (folder / LEDGER).read_bytes()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    written = {(name, row["step"], value) for row in rows for name, value in row["metrics"].items()}
+    written = {(name, row["step"], shown(name, value)) for row in rows for name, value in row["metrics"].items()}
     assert written == {point[:3] for point in found["history"]} and {step for _, step, _ in written} >= {0, 1}
     return found
 

@@ -85,7 +85,7 @@ def test_trials_are_named_by_what_differs_and_their_sweep_has_the_parameters_tha
     assert parent.info.run_name == "seed=1,2, logistic,mlp, z=1.0, steps=4, root=http://me:…@host/x, train=false"
     names = sorted(one.info.run_name for one in found if one is not parent)
     rest = r"steps=4, z=1.0, train=False, root=http\://me\:…@host/x"
-    assert names == sorted(f"seed={seed}, {model}, {rest}" for model in ("logistic", "mlp") for seed in (1, 2))
+    assert names == sorted(f"{model}, seed={seed}, {rest}" for model in ("logistic", "mlp") for seed in (1, 2))
     trials = [one.data.params.items() for one in found if one is not parent]
     assert parent.data.params.items() == set(trials[0]).intersection(*trials[1:])
     assert parent.data.params["sampling.steps"] == "4" and not {"seed", "model._target_"} & {*parent.data.params}

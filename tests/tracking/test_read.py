@@ -1,6 +1,8 @@
 """Trials read from MLflow."""
 
+import json
 import math
+import shutil
 
 import pytest
 from mlflow import MlflowClient
@@ -17,19 +19,26 @@ def test_sources_are_experiments_parents_and_runs(tmp_path, monkeypatch, empty_s
     tags = {"dpexp.group": "flat", "mlflow.parentRunId": parent}
     children = [client.create_run(experiment, tags=tags).info.run_id for _ in range(3)]
     single = client.create_run(experiment, tags={"dpexp.group": "flat"}).info.run_id
-    params = {"privacy.delta": "1e-06", "calibrate": "steps", "accountant.names": '["rdp"]', "tracking.uri": "x"}
+    given = {"privacy.delta": "1e-06", "calibrate": "steps", "accountant.names": '["rdp"]', "tracking.uri": "x"}
+    lines = [[], [{"with rounds": 70, "tried steps": 70}, {"test_accuracy": 0.5}], [{"test_accuracy": 0.75}]]
     for k, run_id in enumerate(children):
-        for key, value in (params | {"seed": str(k), "optimizer.lr": str(k // 2)}).items():
-            client.log_param(run_id, key, value)
-    client.log_metric(children[1], "test_accuracy", 0.5)
-    client.log_metric(children[2], "test_accuracy", 0.75)
-    client.log_metric(children[1], "with rounds", 70)
-    client.log_metric(children[1], "tried steps", 70)
+        folder = tmp_path / f"trial {k}"
+        folder.mkdir()
+        record = {"configuration": given | {"seed": str(k), "optimizer.lr": str(k // 2)}}
+        (folder / "run.json").write_text(json.dumps(record))
+        rows = [json.dumps({"step": step, "metrics": values}) + "\n" for step, values in enumerate(lines[k])]
+        (folder / "metrics.jsonl").write_text("".join(rows))
+        client.set_tag(run_id, "dpexp.seed", str(k))
+        client.set_tag(run_id, "dpexp.output", str(folder))
+        if k == 2:  # which ran on another machine
+            client.log_artifacts(run_id, str(folder))
+            shutil.rmtree(folder)
     monkeypatch.setattr(read, "PAGE", 2)
     frame = read.trials(uri, [parent])
     assert list(frame["run_id"]) == [children[2], children[1], children[0]]
     assert set(frame["parent_id"]) == {parent} and set(frame["accountant"]) == {"rdp"} and set(frame["delta"]) == {1e-6}
     assert frame["knob_value"].tolist()[1] == 70 and math.isnan(frame["test_accuracy"][2])
+    assert frame["steps"].tolist() == [{0: {"test_accuracy": 0.75}}, {0: lines[1][0], 1: lines[1][1]}, {}]
     configuration = frame.set_index("seed")["configuration"]
     assert configuration["0"] == configuration["1"] != configuration["2"]
     assert set(read.trials(uri, ["mine"])["run_id"]) == {*children, single}
