@@ -124,7 +124,7 @@ VIEW = "dpexp"
 
 def set_view(client: MlflowClient, experiment_id: str) -> None:
     """Stores the columns of the list of runs in the experiment."""
-    state = {"selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False}
+    state = {"selectedColumns": COLUMNS, "orderByKey": "attributes.start_time", "orderByAsc": False}
     client.set_experiment_tag(experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(state))
 
 
