@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shutil
 import signal
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_a_parent_stands_above_its_trials(tmp_path, dpexp_job, store, monkeypatc
     for z, mean in means.items():
         cells = [cell.strip() for cell in re.search(rf"^│ {z} .*", printed, re.M)[0].strip("│").split("│")]
         assert cells[0] == str(z) and cells[2] == f"{mean:.2%}" and cells[-1] == "2"
+
+
+def test_a_sweep_whose_folder_is_gone_has_a_page_by_its_id(tmp_path, dpexp_job, store, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", DRAW)
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    shutil.rmtree(tmp_path / "outputs" / "multirun")
+    (parent,) = store.parents()
+    dpexp_job("report", parent.info.run_id)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('alt="test_accuracy_by_epsilon"') == 1 and "with 1 earlier run on these data" in page
+    for row in ("noise_multiplier=2", "noise_multiplier=4"):
+        assert row in page
 
 
 def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is_missing(dpexp_job, store):

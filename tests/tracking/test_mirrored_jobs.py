@@ -91,6 +91,22 @@ def test_a_run_is_what_its_folder_says_and_a_store_that_never_had_it_gets_the_sa
     assert len(told(store_of(tmp_path), (folder / RUN).read_text(), tmp_path / "again")["models"]) == 1
 
 
+def test_a_job_without_a_store_leaves_the_same_record_which_a_store_gets_later(dpexp_job, tmp_path, monkeypatch):
+    folder = dpexp_job(*QUICK, "tracking=none")
+    with pytest.raises(SystemExit, match=r"had no store; give uri="):
+        mirror(monkeypatch, folder)
+    uri = f"sqlite:///{tmp_path}/later.db"
+    mirror(monkeypatch, folder, f"uri={uri}")
+    client = MlflowClient(uri)
+    (run,) = client.search_runs(["1"])
+    found = told(client, run.info.run_id, tmp_path / "later")
+    assert found["status"] == "FINISHED" and found["files"][LEDGER] == (folder / LEDGER).read_bytes()
+    assert {"epsilon", "epsilon_planned", "test_accuracy"} <= {name for name, *_ in found["history"]}
+    assert {"plan.json", "epsilon.png", "result.json"} <= {*found["files"]}
+    (cost,) = costs_in(uri, "digits")
+    assert cost.ledger == ledger_so_far(folder / LEDGER) and not cost.note
+
+
 def away_after(rounds, until=10**9):
     """Lets the server of a job of this process be away from the end of a round on."""
     commit, requests = LedgerWriter.commit, ("log_batch", "log_artifact", "log_text", "set_terminated", "set_tag")
