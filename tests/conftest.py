@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sqlite3
 import sys
@@ -92,6 +93,28 @@ def dpexp_job(tmp_path, jobs_in):
     directory of the job."""
     with jobs_in(tmp_path) as run:
         yield run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, jobs_in):
+    """A folder in which a job was run, for all tests that only read what a job leaves; its MLflow store names files
+    there. Where nothing trained is read, tests make folders (tests/made.py)."""
+    home = tmp_path_factory.mktemp("home")
+    with jobs_in(home) as run:
+        run(
+            "model=logistic", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0",
+            "group=per_layer", "accountant=all", "register=digits", "tracking.run_name='<b>&'",
+            "tracking.uri=sqlite:///outputs/mlflow.db",
+        )  # fmt: skip
+    return home
+
+
+@pytest.fixture
+def job(trained, dpexp_job, tmp_path):
+    """A copy of that job's folder, in the test's own folder."""
+    shutil.copytree(trained / "outputs", tmp_path / "outputs")
+    (output,) = (path.parent for path in (tmp_path / "outputs").glob("*/*/result.json"))
+    return output
 
 
 def signal_after(rounds: int, number: int):
