@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: the tests' processes share the cores
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked job would wait for its parent's threads
 
 import pytest
@@ -72,7 +73,6 @@ def jobs_in(empty_store):
     def jobs(folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
             patch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
             def run(*arguments: str) -> Path:
@@ -134,7 +134,10 @@ def signal_after(rounds: int, number: int):
 # Forks come from a server that has imported what is slow, and has trained nothing: PyTorch for CUDA refuses to train in
 # a process that was forked from one that has.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["dpexp.commands.train"])
+FORKS.set_forkserver_preload([
+    "dpexp.commands.train", "dpexp.tracking.run", "dpexp.tracking.sweep_run", "git", "IPython",
+    "mlflow.store.db.utils", "mlflow.store.tracking.sqlalchemy_store", "transformers.modeling_utils",
+])  # fmt: skip
 
 
 class Forked(FORKS.Process):
@@ -175,7 +178,6 @@ class Forked(FORKS.Process):
 def forked(tmp_path, monkeypatch, empty_store):
     """Starts `python -m dpexp` with the given arguments in a folder; none outlives the test. Each calls a function
     before, if `first` is one and its arguments."""
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     jobs = []
 
