@@ -254,10 +254,10 @@ def test_true_is_not_one_nor_a_word(certified, tmp_path):
 def test_a_ledger_is_complete_only_with_its_end_file(tmp_path, monkeypatch, capsys):
     """Of a resumed run, cut at its first closing line: nothing else shows that."""
     monkeypatch.chdir(tmp_path)
-    path, run = tmp_path / "ledger.jsonl", of("poisson", "add_remove", z=2.0, rounds=10)
+    path, run = tmp_path / "ledger.jsonl", ledger(2.0, 1.0, 10)  # whose certificate takes no time
     write_run(path, run)
     first = path.read_bytes()
-    write_run(path, of("poisson", "add_remove", z=2.0, rounds=20), resume=True)
+    write_run(path, ledger(2.0, 1.0, 20), resume=True)
     said = json.loads(certificate([".", "delta=1e-5"]).read_text())
     verify(["."])
     assert said["run"]["ledger"]["complete"] is True and "More may have been" not in capsys.readouterr().out
@@ -278,7 +278,7 @@ def test_a_ledger_is_complete_only_with_its_end_file(tmp_path, monkeypatch, caps
 def test_a_plan_is_no_run_whatever_its_file_is_called(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("planned_ledger.jsonl", "ledger.jsonl"):
-        write_ledger(tmp_path / name, of("poisson", "add_remove", z=2.0))
+        write_ledger(tmp_path / name, ledger(2.0, 1.0, 3))
         capsys.readouterr()
         said = json.loads(certificate([name, "delta=1e-5"]).read_text())
         assert said["run"]["ledger"]["run"] is None and not said["run"]["ledger"]["complete"]
@@ -347,7 +347,7 @@ def test_mistakes_are_one_sentence(arguments, message, certified, tmp_path, monk
 
 
 def test_neither_imports_torch_nor_mlflow(certified):
-    certified(ledger(2.0, 0.05, 3))
+    certified(ledger(2.0, 1.0, 3))
     code = "import sys; from dpexp.commands.certificate import verify; verify(['ledger.jsonl']); "
     code += "print([name for name in ('torch', 'mlflow', 'pytorch_lightning') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -389,18 +389,18 @@ def test_nothing_is_added_to_a_certificate(old, new, said, certified, tmp_path):
 def test_a_job_that_writes_meanwhile_is_certified_with_no_fewer_rounds_than_are_hashed(
     certified, tmp_path, monkeypatch
 ):
-    certified(RUNS["poisson"])
+    certified(ledger(2.0, 1.0, 20))
     path = tmp_path / "ledger.jsonl"
     before = path.read_bytes()
 
     def source_after_more_rounds(*arguments):
         path.unlink()
-        write_ledger(path, of("poisson", "add_remove", z=2.0, rounds=40))
+        write_ledger(path, ledger(2.0, 1.0, 40))
         return source_of(*arguments)
 
     monkeypatch.setattr(command, "source_of", source_after_more_rounds)
     said = json.loads(certificate(["ledger.jsonl", "delta=1e-5"]).read_text())
     assert said["run"]["ledger"]["sha256"] == hashlib.sha256(before).hexdigest()
-    assert said["guarantee"]["epsilon"] > epsilon(RUNS["poisson"], 1e-5) * 1.1
+    assert said["guarantee"]["epsilon"] > epsilon(ledger(2.0, 1.0, 20), 1e-5) * 1.1
     with pytest.raises(ClaimRefuted, match="is not the one that"):
         verify(["."])
