@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sqlite3
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: the tests' processes share the cores
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked job would wait for its parent's threads
 
 import pytest
@@ -71,7 +73,6 @@ def jobs_in(empty_store):
     def jobs(folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
             patch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
             def run(*arguments: str) -> Path:
@@ -94,6 +95,28 @@ def dpexp_job(tmp_path, jobs_in):
         yield run
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, jobs_in):
+    """A folder in which a job was run, for all tests that only read what a job leaves; its MLflow store names files
+    there. Where nothing trained is read, tests make folders (tests/made.py)."""
+    home = tmp_path_factory.mktemp("home")
+    with jobs_in(home) as run:
+        run(
+            "model=logistic", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0",
+            "group=per_layer", "accountant=all", "register=digits", "tracking.run_name='<b>&'",
+            "tracking.uri=sqlite:///outputs/mlflow.db",
+        )  # fmt: skip
+    return home
+
+
+@pytest.fixture
+def job(trained, dpexp_job, tmp_path):
+    """A copy of that job's folder, in the test's own folder."""
+    shutil.copytree(trained / "outputs", tmp_path / "outputs")
+    (output,) = (path.parent for path in (tmp_path / "outputs").glob("*/*/result.json"))
+    return output
+
+
 def signal_after(rounds: int, number: int):
     """Lets a job of this process send itself a signal after so many rounds, if it has at least one more to do."""
     from dpexp.privacy.callback import PrivacyCallback  # zoo.images has to import torchvision before Lightning
@@ -111,7 +134,10 @@ def signal_after(rounds: int, number: int):
 # Forks come from a server that has imported what is slow, and has trained nothing: PyTorch for CUDA refuses to train in
 # a process that was forked from one that has.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["dpexp.commands.train"])
+FORKS.set_forkserver_preload([
+    "dpexp.commands.train", "dpexp.tracking.run", "dpexp.tracking.sweep_run", "git", "IPython",
+    "mlflow.store.db.utils", "mlflow.store.tracking.sqlalchemy_store", "transformers.modeling_utils",
+])  # fmt: skip
 
 
 class Forked(FORKS.Process):
@@ -152,7 +178,6 @@ class Forked(FORKS.Process):
 def forked(tmp_path, monkeypatch, empty_store):
     """Starts `python -m dpexp` with the given arguments in a folder; none outlives the test. Each calls a function
     before, if `first` is one and its arguments."""
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     jobs = []
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from jobs import result_of
+from made import tracked_job, write_run
 from test_accountants import ledger, of
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.ledger import LedgerWriter, concatenate, read_ledger
+from dpexp.accounting.ledger import concatenate, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.rounding import up
 from dpexp.commands.account import account
@@ -23,14 +24,7 @@ def written(tmp_path):
     """Writes a ledger file and returns its path."""
 
     def write(name, run):
-        writer = LedgerWriter(tmp_path / name, run.adjacency)
-        for round_, count in run.rounds.items():
-            for _ in range(count):
-                writer.sample(round_.sampling)
-                for query in round_.queries:
-                    writer.query(query)
-                writer.commit()
-        writer.close()
+        write_run(tmp_path / name, run)
         return str(tmp_path / name)
 
     return write
@@ -80,14 +74,21 @@ def test_a_ledger_that_ends_early_is_read_so_far_and_said_once(written, capsys, 
     assert f"a.jsonl ends early, after {rounds} rounds: the run was killed" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_job, capsys):
-    quick = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0", "privacy.noise_multiplier=3")
-    output = dpexp_job(*quick, "privacy.delta=1e-6")
-    run_id = result_of(output)["mlflow_run_id"]
-    expected = epsilon(read_ledger(output / "ledger.jsonl"), 1e-6, "moments")
-    assert account([str(output), "accountant=moments"]) == {"moments": expected}
-    output.rename("elsewhere")
+def say_the_same(folder, run_id, delta):
+    expected = epsilon(read_ledger(folder / "ledger.jsonl"), delta, "moments")
+    assert account([str(folder), "accountant=moments"]) == {"moments": expected}
+    folder.rename("elsewhere")
     assert account([run_id, "accountant=moments"]) == {"moments": expected}
+
+
+def test_a_run_of_mlflow_and_its_folder_say_the_same(job):
+    say_the_same(job, result_of(job)["mlflow_run_id"], 1e-4)
+
+
+@pytest.mark.usefixtures("dpexp_job")
+def test_a_run_of_mlflow_and_its_folder_remember_delta(tmp_path):
+    folder = tracked_job(tmp_path / "made", "privacy.delta=1e-6")
+    say_the_same(folder, (folder / "mlflow_run_id").read_text(), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import json
 import math
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from jobs import result_of
+from made import tracked_job, write_run
 from test_accountants import ledger, of
 from test_one_time_queries import TRAINING, gaussian, laplace, once
 
@@ -21,7 +21,6 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.independent import estimates
 from dpexp.accounting.ledger import (
     Ledger,
-    LedgerWriter,
     Round,
     SumQueryEvent,
     ledger_so_far,
@@ -56,24 +55,13 @@ RUNS = {
 }
 
 
-def write_run(path, run):
-    """A run's ledger, and its end file, in place of others."""
-    path.unlink(missing_ok=True)
-    writer = LedgerWriter(path, run.adjacency, record=run.record)
-    for round_ in Counter(run.rounds).elements():
-        writer.sample(round_.sampling)
-        for query in round_.queries:
-            writer.query(query)
-        writer.commit()
-    writer.close()
-
-
 @pytest.fixture
 def certified(tmp_path, monkeypatch):
     """Goes to an empty folder; writes a run's ledger and its certificate, and returns what that says."""
     monkeypatch.chdir(tmp_path)
 
     def write(run, *options):
+        (tmp_path / "ledger.jsonl").unlink(missing_ok=True)
         write_run(tmp_path / "ledger.jsonl", run)
         return json.loads(certificate(["ledger.jsonl", "delta=1e-5", *options]).read_text())
 
@@ -161,11 +149,16 @@ def test_what_a_run_does_not_guarantee_is_said(certified, tmp_path, capsys):
     assert capsys.readouterr().out.count("ε does not cover all that the run shows: the noise seed is known") == 2
 
 
-def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(dpexp_job, monkeypatch, capsys):
+@pytest.mark.usefixtures("dpexp_job")
+def test_a_certificate_is_at_the_delta_of_its_run(tmp_path):
+    folder = tracked_job(tmp_path / "made", "privacy.delta=1e-6")
+    for named in (str(folder), (folder / "mlflow_run_id").read_text()):
+        assert json.loads(certificate([named]).read_text())["guarantee"]["delta"] == 1e-6
+
+
+def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(job, monkeypatch, capsys):
     """The lines of docs/certificates.md, which import neither dpexp nor what reads a ledger."""
-    quick = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0", "group=per_layer", "accountant=moments")
-    output = dpexp_job(*quick, "privacy.delta=1e-6")
-    run_id = result_of(output)["mlflow_run_id"]
+    output, run_id = job, result_of(job)["mlflow_run_id"]
     path = output / "ledger.certificate.json"
     assert certificate([str(output)]) == path
     said = json.loads(path.read_text())
@@ -173,7 +166,7 @@ def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(dpexp_
     fetched = certificate([run_id])
     assert fetched == Path(run_id, path.name) and json.loads(fetched.read_text()) | {"made": said["made"]} == said
     Path("elsewhere").rename(output)
-    assert said["made"]["mlflow_run_id"] == run_id and said["guarantee"]["delta"] == 1e-6
+    assert said["made"]["mlflow_run_id"] == run_id and said["guarantee"]["delta"] == 1e-4
     assert said["run"]["ledger"]["run"] == json.loads((output / "ledger.jsonl").open().readline())["run"]
     for named in (run_id, str(path)):
         verify([named])
@@ -191,7 +184,7 @@ def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(dpexp_
         exec(compile(lines, "check.py", "exec"), {})
         claimed, found, *_, word = capsys.readouterr().out.split()
         assert (float(claimed), word) == (said["guarantee"]["epsilon"], verdict)
-        assert float(found) == pytest.approx(epsilon(read_ledger("ledger.jsonl"), 1e-6), rel=1e-3)
+        assert float(found) == pytest.approx(epsilon(read_ledger("ledger.jsonl"), 1e-4), rel=1e-3)
 
 
 def test_an_epsilon_that_differs_is_refuted(certified, tmp_path):
@@ -261,16 +254,10 @@ def test_true_is_not_one_nor_a_word(certified, tmp_path):
 def test_a_ledger_is_complete_only_with_its_end_file(tmp_path, monkeypatch, capsys):
     """Of a resumed run, cut at its first closing line: nothing else shows that."""
     monkeypatch.chdir(tmp_path)
-    path, run = tmp_path / "ledger.jsonl", of("poisson", "add_remove", z=2.0, rounds=10)
+    path, run = tmp_path / "ledger.jsonl", ledger(2.0, 1.0, 10)  # whose certificate takes no time
     write_run(path, run)
     first = path.read_bytes()
-    writer = LedgerWriter(path, run.adjacency, resume=True)
-    ((round_, _),) = run.rounds.items()
-    for _ in range(20):
-        writer.sample(round_.sampling)
-        writer.query(round_.queries[0])
-        writer.commit()
-    writer.close()
+    write_run(path, ledger(2.0, 1.0, 20), resume=True)
     said = json.loads(certificate([".", "delta=1e-5"]).read_text())
     verify(["."])
     assert said["run"]["ledger"]["complete"] is True and "More may have been" not in capsys.readouterr().out
@@ -291,7 +278,7 @@ def test_a_ledger_is_complete_only_with_its_end_file(tmp_path, monkeypatch, caps
 def test_a_plan_is_no_run_whatever_its_file_is_called(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("planned_ledger.jsonl", "ledger.jsonl"):
-        write_ledger(tmp_path / name, of("poisson", "add_remove", z=2.0))
+        write_ledger(tmp_path / name, ledger(2.0, 1.0, 3))
         capsys.readouterr()
         said = json.loads(certificate([name, "delta=1e-5"]).read_text())
         assert said["run"]["ledger"]["run"] is None and not said["run"]["ledger"]["complete"]
@@ -360,7 +347,7 @@ def test_mistakes_are_one_sentence(arguments, message, certified, tmp_path, monk
 
 
 def test_neither_imports_torch_nor_mlflow(certified):
-    certified(ledger(2.0, 0.05, 3))
+    certified(ledger(2.0, 1.0, 3))
     code = "import sys; from dpexp.commands.certificate import verify; verify(['ledger.jsonl']); "
     code += "print([name for name in ('torch', 'mlflow', 'pytorch_lightning') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -402,18 +389,18 @@ def test_nothing_is_added_to_a_certificate(old, new, said, certified, tmp_path):
 def test_a_job_that_writes_meanwhile_is_certified_with_no_fewer_rounds_than_are_hashed(
     certified, tmp_path, monkeypatch
 ):
-    certified(RUNS["poisson"])
+    certified(ledger(2.0, 1.0, 20))
     path = tmp_path / "ledger.jsonl"
     before = path.read_bytes()
 
     def source_after_more_rounds(*arguments):
         path.unlink()
-        write_ledger(path, of("poisson", "add_remove", z=2.0, rounds=40))
+        write_ledger(path, ledger(2.0, 1.0, 40))
         return source_of(*arguments)
 
     monkeypatch.setattr(command, "source_of", source_after_more_rounds)
     said = json.loads(certificate(["ledger.jsonl", "delta=1e-5"]).read_text())
     assert said["run"]["ledger"]["sha256"] == hashlib.sha256(before).hexdigest()
-    assert said["guarantee"]["epsilon"] > epsilon(RUNS["poisson"], 1e-5) * 1.1
+    assert said["guarantee"]["epsilon"] > epsilon(ledger(2.0, 1.0, 20), 1e-5) * 1.1
     with pytest.raises(ClaimRefuted, match="is not the one that"):
         verify(["."])

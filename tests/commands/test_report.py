@@ -1,10 +1,14 @@
 """A page of runs or of a sweep."""
 
+import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from jobs import result_of, store_of
+from jobs import result_of
+from made import made_job
+from test_accountants import of
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import concatenate, read_ledger
@@ -12,8 +16,6 @@ from dpexp.accounting.risk import in_words
 from dpexp.accounting.rounding import up
 from dpexp.commands.report import report
 from dpexp.errors import ConfigError
-
-QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
 
 
 class Page(HTMLParser):
@@ -40,19 +42,18 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_a_page_of_a_run_says_what_it_guarantees(dpexp_job, tmp_path):
-    uri = "tracking.uri=sqlite:///outputs/mlflow.db"
-    job = dpexp_job(*QUICK, "group=per_layer", uri, "tracking.run_name='<b>&'")
-    result, (run,) = result_of(job), store_of(tmp_path).search_runs(["1"])
+def test_a_page_of_a_run_says_what_it_guarantees(job, dpexp_job, tmp_path):
+    result = result_of(job)
     dpexp_job("report", str(job), "out=of_the_folder.html")
     job.rename("elsewhere")
-    dpexp_job("report", run.info.run_id, "out=page.html")
+    dpexp_job("report", result["mlflow_run_id"], "out=page.html")
     assert (tmp_path / "page.html").read_text() == (tmp_path / "of_the_folder.html").read_text()
     page = Page(tmp_path / "page.html")
     assert "Linear" not in page.text and "logistic on Digits" in page.text
-    assert "3 rounds, each on about 359 of 1437 records." in page.text
+    assert "4 rounds, each on about 359 of 1437 records." in page.text
     assert f"In words: {in_words(result['risk'])}." in page.text
-    assert f"ε = {up(result['epsilon']['pld'], 4)} by pld, δ = 0.0001, for adding or removing one record" in page.text
+    costs = ", ".join(f"{up(cost, 4)} by {name}" for name, cost in result["epsilon"].items())
+    assert f"ε = {costs}, δ = 0.0001, for adding or removing one record" in page.text
     metrics, ((name, group),) = result["metrics"], result["groups"].items()
     majority = f"{metrics['test_majority_accuracy']:.2%} (majority accuracy)"
     assert ["test_accuracy", f"{metrics['test_accuracy']:.2%}", majority] in page.rows
@@ -66,7 +67,8 @@ def test_a_page_of_a_run_says_what_it_guarantees(dpexp_job, tmp_path):
 
 def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, tmp_path):
     folder = tmp_path / "outputs" / "multirun" / "a"
-    dpexp_job("-m", *QUICK, "tracking=none", "privacy.epsilon=1,inf,8", f"hydra.sweep.dir={folder}")
+    for number, epsilon_asked in enumerate((1, math.inf, 8)):
+        made_job(folder / str(number), "tracking=none", f"privacy.epsilon={epsilon_asked}", sigma=9.0 / (number + 1))
     (folder / "2" / "result.json").unlink()  # as if it had been killed
     (folder / "curve.png").write_bytes(b"\x89PNG")
     (folder / "summary.csv").write_text("ε,test accuracy,± (95 %),runs\n1,80.00%,1.00%,3\nnot private,90.00%,,1\n")
@@ -87,9 +89,10 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
 
 
 def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(dpexp_job, tmp_path):
-    for number, options in enumerate((["sampling=fixed_size"], ["privacy.delta=1e-6", "diagnostics=unsafe"])):
-        dpexp_job(*QUICK, *options, "tracking=none", f"hydra.run.dir={tmp_path}/{number}")
-    dpexp_job("copy", *QUICK, "my.yaml")
+    made_job(tmp_path / "0", "sampling=fixed_size", ledger=of("fixed_size", "replace_one"))
+    shows_more = replace(of("poisson", "add_remove"), not_private_reason="diagnostics=unsafe")
+    made_job(tmp_path / "1", "privacy.delta=1e-6", "diagnostics=unsafe", ledger=shows_more)
+    dpexp_job("copy", "model=logistic", "train=false", "my.yaml")
     dpexp_job("my.yaml", "seed=1", f"hydra.run.dir={tmp_path}/2")
     dpexp_job("report", *(str(tmp_path / number) for number in "01"), (tmp_path / "2" / "mlflow_run_id").read_text())
     page = Page(tmp_path / "report.html")

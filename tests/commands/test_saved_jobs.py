@@ -3,7 +3,6 @@
 import errno
 import json
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,23 +27,6 @@ from dpexp.training.data import Digits
 from dpexp.training.data.inputs import OneInput
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, jobs_in):
-    """A folder in which a job was run; its MLflow store names files there."""
-    home = tmp_path_factory.mktemp("home")
-    with jobs_in(home) as run:
-        run(*QUICK, "group=per_layer", "accountant=all", "register=digits")
-    return home
-
-
-@pytest.fixture
-def job(trained, dpexp_job, tmp_path):
-    """A copy of that job's folder."""
-    shutil.copytree(trained / "outputs", tmp_path / "outputs")
-    (output,) = (path.parent for path in (tmp_path / "outputs").glob("*/*/result.json"))
-    return output
 
 
 def metadata_of(path):

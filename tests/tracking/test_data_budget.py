@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+from cProfile import Profile
 from dataclasses import asdict
 
 import dp_accounting
@@ -345,20 +346,12 @@ def test_a_job_that_names_no_data_enters_no_code_about_other_runs(dpexp_job, mon
     from dpexp.commands import account
 
     code = {function.__code__ for function in (account.earlier_on_data, account.with_earlier)}
-    entered = []
-
-    def trace(frame, event, argument):
-        if frame.f_code in code or frame.f_code.co_filename == data_budget.__file__:
-            entered.append(frame.f_code.co_qualname)
 
     def traced(*arguments):
-        entered.clear()
-        sys.setprofile(trace)
-        try:
-            dpexp_job(*arguments)
-        finally:
-            sys.setprofile(None)
-        return {*entered}
+        profile = Profile()
+        profile.runcall(dpexp_job, *arguments)
+        entered = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+        return {one.co_qualname for one in entered if one in code or one.co_filename == data_budget.__file__}
 
     assert not traced(*QUICK, "privacy.epsilon=2", "data.id=null")
     assert {"start", "end", "costs_in", "earlier_on_data"} <= traced(*QUICK, "privacy.epsilon=2")

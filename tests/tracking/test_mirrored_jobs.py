@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from jobs import store_of
+from made import made_job, tracked_job
 from mlflow import MlflowClient
 from test_data_budget import kill_before, kill_in_round
 
@@ -195,8 +196,9 @@ def test_a_job_that_was_killed_outright_is_mirrored_as_it_was_and_again_once_it_
         assert "dpexp.error" not in found["tags"]
 
 
-def test_a_folder_that_is_older_than_its_run_takes_nothing_back(dpexp_job, tmp_path, monkeypatch):
-    folder = dpexp_job(*QUICK)
+@pytest.mark.usefixtures("dpexp_job")
+def test_a_folder_that_is_older_than_its_run_takes_nothing_back(tmp_path, monkeypatch):
+    folder = tracked_job(tmp_path / "job", "data.id=digits", rounds=6)
     whole = (folder / LEDGER).read_bytes()
     (folder / LEDGER).write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
     with pytest.raises(SystemExit, match=r"lacks rounds that the ledger of its run .* in MLflow holds"):
@@ -205,9 +207,10 @@ def test_a_folder_that_is_older_than_its_run_takes_nothing_back(dpexp_job, tmp_p
     assert len(cost.ledger) == 6
 
 
-def test_a_copy_from_before_the_job_went_on_elsewhere_takes_nothing_back(dpexp_job, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("dpexp_job")
+def test_a_copy_from_before_the_job_went_on_elsewhere_takes_nothing_back(tmp_path, monkeypatch):
     """It went on for rounds that no store knows: its plan counts, and the copy's ledger is the one in MLflow."""
-    folder = dpexp_job(*QUICK)
+    folder = tracked_job(tmp_path / "job", "data.id=digits")
     client, run_id = store_of(tmp_path), (folder / RUN).read_text()
     for tag, value in {"dpexp.pid": "1", "dpexp.host": "far", COUNTS_AS: PLANNED_LEDGER}.items():
         client.set_tag(run_id, tag, value)
@@ -216,9 +219,10 @@ def test_a_copy_from_before_the_job_went_on_elsewhere_takes_nothing_back(dpexp_j
     assert client.get_run(run_id).data.tags[COUNTS_AS] == PLANNED_LEDGER
 
 
-def test_mistakes_are_one_sentence(dpexp_job, tmp_path, monkeypatch):
-    dpexp_job(*QUICK, "train=false", "hydra.run.dir=planned")
-    dpexp_job(*QUICK, "train=false", "hydra.run.dir=untracked", "tracking=none")
+@pytest.mark.usefixtures("dpexp_job")
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
+    tracked_job(tmp_path / "planned", "data.id=digits", "train=false")
+    made_job(tmp_path / "untracked", "tracking=none")
     (tmp_path / "masked").mkdir()
     for name in ("run.json", "config.yaml"):
         text = (tmp_path / "planned" / name).read_text()

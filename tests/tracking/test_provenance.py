@@ -111,7 +111,8 @@ def test_names_are_short_and_begin_with_what_differs(overrides, swept, name):
 def test_mlflows_own_variable_is_honoured_where_nothing_else_is_given(dpexp_job, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/elsewhere.db")
     dpexp_job(*QUICK, "train=false")
-    assert len(MlflowClient(f"sqlite:///{tmp_path}/elsewhere.db").search_runs(["1"])) == 1
+    (run,) = (client := MlflowClient(f"sqlite:///{tmp_path}/elsewhere.db")).search_runs(["1"])
+    assert "planned_ledger.jsonl" in {item.path for item in client.list_artifacts(run.info.run_id)}
     assert not (tmp_path / "outputs" / "mlflow.db").exists()
     dpexp_job(*QUICK, "train=false", f"tracking.uri=sqlite:///{tmp_path}/given.db")
     assert len(MlflowClient(f"sqlite:///{tmp_path}/given.db").search_runs(["1"])) == 1

@@ -12,11 +12,11 @@ from dataclasses import asdict, replace
 import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
+from made import write_run
 from mlflow import MlflowClient
 
 from dpexp.accounting.ledger import (
     Ledger,
-    LedgerWriter,
     Round,
     SumQueryEvent,
     concatenate,
@@ -49,18 +49,6 @@ KEPT = budget({"epsilon": 4, "delta": 1e-5})
 
 def rounds(z, count, adjacency="add_remove"):
     return Ledger(adjacency, {Round(EVENT, (SumQueryEvent("all", 1.0, z),)): count} if count else {})
-
-
-def written(path, ledger, close=True, resume=False):
-    writer = LedgerWriter(path, ledger.adjacency, part=ledger.part, resume=resume)
-    for round_, count in ledger.rounds.items():
-        for _ in range(count):
-            writer.sample(round_.sampling)
-            for query in round_.queries:
-                writer.query(query)
-            writer.commit()
-    if close:
-        writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +93,14 @@ class Runs:
     def __call__(self, z=5.0, count=3, planned=10, status="FINISHED", adjacency="add_remove", **tags):
         """A whole run, of some of its rounds."""
         output = self.begin(rounds(z, planned, adjacency), **tags)
-        written(output / LEDGER, rounds(z, count, adjacency))
+        write_run(output / LEDGER, rounds(z, count, adjacency))
         self.end(output, status)
         return output
 
     def ran(self, ledger, **tags):
         """A whole run that did what it had planned."""
         output = self.begin(ledger, **tags)
-        written(output / LEDGER, ledger)
+        write_run(output / LEDGER, ledger)
         self.end(output)
         return output
 
@@ -157,7 +145,7 @@ def test_a_run_that_did_not_end_counts_as_its_plan_whatever_the_store_and_its_fo
 ):
     """It is running, or was killed by SIGKILL, or another container with the same host name saw no such process."""
     output = run_on.begin(rounds(5.0, 10))
-    written(output / LEDGER, rounds(5.0, 3), close=False)
+    write_run(output / LEDGER, rounds(5.0, 3), close=False)
     if status != "RUNNING":
         run_on.client.set_terminated(run_on.id(output), status)
     if folder == "deleted":
@@ -173,7 +161,7 @@ def test_a_run_that_did_not_end_counts_as_its_plan_whatever_the_store_and_its_fo
 def test_a_run_counts_as_its_ledger_only_once_the_store_has_it_closed(run_on, lost):
     """A server that is gone, or full, does not take all files."""
     output = run_on.begin(rounds(5.0, 10))
-    written(output / LEDGER, rounds(5.0, 3))
+    write_run(output / LEDGER, rounds(5.0, 3))
     whole = {path: path.read_bytes() for path in (output / LEDGER, output / "ledger.end.json")}
     if lost == "a closing line":
         (output / LEDGER).write_bytes(b"".join(whole[output / LEDGER].splitlines(keepends=True)[:-1]))
@@ -181,7 +169,7 @@ def test_a_run_counts_as_its_ledger_only_once_the_store_has_it_closed(run_on, lo
         (output / "ledger.end.json").unlink()
     elif lost == "some rounds":
         (output / LEDGER).unlink()
-        written(output / LEDGER, rounds(5.0, 2))
+        write_run(output / LEDGER, rounds(5.0, 2))
     for path in whole:
         missed = {"the ledger": LEDGER, "its end": "ledger.end.json"}.get(lost)
         if path.exists() and path.name != missed:
@@ -204,7 +192,7 @@ def test_a_resumed_run_is_one_run_and_counts_as_its_new_plan_until_it_ends(run_o
         monkeypatch.setattr(f"dpexp.tracking.{module}.HOST", "another machine")
     run_on.begin(rounds(5.0, 12), there, run_on.client.get_run(run_on.id(there)))
     assert [len(charge.ledger) for charge in run_on.charges()] == [12] and run_on.tag(there) == PLANNED_LEDGER
-    written(there / LEDGER, rounds(5.0, 8), resume=True)
+    write_run(there / LEDGER, rounds(5.0, 8), resume=True)
     assert [len(charge.ledger) for charge in run_on.charges()] == [12], "of a round that no store knows"
     run_on.end(there)
     assert [len(charge.ledger) for charge in run_on.charges()] == [11] and run_on.tag(there) == LEDGER
@@ -231,7 +219,7 @@ def test_a_lost_artifact_counts_as_unknown_and_never_as_nothing(run_on, name, ho
     output = run_on.begin(rounds(4.0, 10))
     if name == LEDGER:
         for resume in (False, True):
-            written(output / LEDGER, rounds(4.0, 3), resume=resume)
+            write_run(output / LEDGER, rounds(4.0, 3), resume=resume)
         run_on.end(output)
     path = run_on.artifact(output, name)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -324,9 +312,9 @@ def test_a_folder_counts_as_its_closed_ledger_else_as_its_plan_else_as_unknown(r
     charge = cost_at(output)
     assert len(charge.ledger) == 10 and "as its plan" in charge.note
     assert (charge.delta, charge.budget, charge.identity) == (1e-6, KEPT, run_on.id(output))
-    written(output / LEDGER, rounds(5.0, 3), close=False)
+    write_run(output / LEDGER, rounds(5.0, 3), close=False)
     assert len(cost_at(output).ledger) == 10 == len(cost_at(output / LEDGER).ledger)
-    written(output / LEDGER, rounds(5.0, 3), resume=True)
+    write_run(output / LEDGER, rounds(5.0, 3), resume=True)
     assert len(cost_at(output).ledger) == 6 == len(cost_at(output / LEDGER).ledger)
     assert distinct_runs([cost_at(output), cost_at(output / LEDGER)]) == [cost_at(output)]
     lines = (output / LEDGER).read_bytes().splitlines(keepends=True)
@@ -340,7 +328,7 @@ def test_a_folder_counts_as_its_closed_ledger_else_as_its_plan_else_as_unknown(r
 
 def test_a_run_that_was_found_twice_counts_once_as_the_most_that_is_said(run_on):
     output = run_on.begin(rounds(5.0, 10))
-    written(output / LEDGER, rounds(5.0, 3))
+    write_run(output / LEDGER, rounds(5.0, 3))
     (in_store,), in_folder = run_on.charges(), cost_at(output)
     assert len(in_store.ledger) == 10 and len(in_folder.ledger) == 3
     for order in ((in_store, in_folder), (in_folder, in_store)):
@@ -384,7 +372,7 @@ def test_several_stores_and_ledgers_are_composed_and_none_twice(run_on, tmp_path
     another = f"sqlite:///{tmp_path}/other.db"
     client, experiment = open_store(Tracking(another, str(tmp_path / "artifacts"), "two"))
     Runs((another, client, experiment, tmp_path), run_on.data_id)(count=2)
-    written(tmp_path / "more.jsonl", rounds(5.0, 5))
+    write_run(tmp_path / "more.jsonl", rounds(5.0, 5))
     found = account(
         [f"data.id={run_on.data_id}", f"uri={store[0]},{another},{store[0]}", "delta=1e-5", str(outputs[1]),
          str(outputs[1] / LEDGER), str(tmp_path / "more.jsonl")]

@@ -1,0 +1,69 @@
+"""Folders that tests make instead of running a job are like those that a job leaves."""
+
+import json
+
+import pytest
+from made import made_job
+from omegaconf import OmegaConf
+
+from dpexp.accounting.ledger import read_ledger
+from dpexp.tracking.job_folder import LEDGER, METRICS, PLANNED_LEDGER, RECORD, STATUS
+
+END = "ledger.end.json"
+ONLY_OF_JOBS = {"card.md", "mlflow_model", "plan.json", "weights.safetensors", "mirror.json", "mlflow_run_id"}
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+def keys(value):
+    """The keys of nested objects; of a list those of its first element."""
+    return {key: keys(inner) for key, inner in value.items()} if isinstance(value, dict) else None
+
+
+def test_a_made_folder_is_like_that_of_a_job(trained, job, tmp_path):
+    """In its files, its options, and what its JSON has; so that what reads the one can read the other."""
+    _, *words = OmegaConf.load(job / "overrides.yaml")
+    made = made_job(tmp_path / "made", *words, ledger=read_ledger(job / LEDGER))
+    assert names_in(job) - names_in(made) == ONLY_OF_JOBS and names_in(made) < names_in(job)
+    assert names_in(job / ".hydra") - names_in(made / ".hydra") == {"hydra.yaml"}
+    assert (made / "overrides.yaml").read_text() == (job / "overrides.yaml").read_text()
+    assert (made / "config.yaml").read_text() == (job / "config.yaml").read_text().replace(str(trained), str(tmp_path))
+    for name in (LEDGER, PLANNED_LEDGER):
+        assert read_ledger(made / name) == read_ledger(job / name)
+        headers = [json.loads((folder / name).open().readline()) for folder in (made, job)]
+        assert headers[0].keys() == headers[1].keys() and headers[0]["sampling"] == headers[1]["sampling"]
+
+    result, of_job = (json.loads((folder / "result.json").read_text()) for folder in (made, job))
+    own = ("metrics", "seconds", "mlflow_run_id", "configuration")
+    assert {key: of_job[key] for key in result if key not in own} == {
+        key: value for key, value in result.items() if key not in own
+    }
+    assert of_job.keys() - result.keys() == {"learning_rate"} and of_job["metrics"].keys() >= result["metrics"].keys()
+
+    record, of_job = (json.loads((folder / RECORD).read_text()) for folder in (made, job))
+    assert record.keys() == of_job.keys() - {"model"} and {*record["files"]} <= {*of_job["files"]}
+    assert record["data"].keys() <= of_job["data"].keys() and record["params"].items() <= of_job["params"].items()
+    same = [tag for tag in record["tags"] if tag not in ("dpexp.pid", "dpexp.output")]
+    assert {tag: record["tags"][tag] for tag in same} == {tag: of_job["tags"][tag] for tag in same}
+    assert {*record["tags"]} < {*of_job["tags"]}
+    said, of_job = (json.loads((folder / STATUS).read_text()) for folder in (made, job))
+    assert {**said, "time": 0} == {**of_job, "time": 0}
+    rows = [json.loads(line) for line in (made / METRICS).read_text().splitlines()]
+    of_job = [json.loads(line) for line in (job / METRICS).read_text().splitlines()]
+    assert all(row.keys() == of_job[0].keys() for row in rows)
+    assert {row["step"] for row in rows} == {0, 4} <= {row["step"] for row in of_job}
+
+
+@pytest.mark.parametrize("words, lacks", [
+    (["train=false"], {LEDGER, END, "epsilon.png"}),
+    (["tracking=none", "privacy.epsilon=inf"],
+     {LEDGER, END, "epsilon.png", PLANNED_LEDGER, RECORD, METRICS, STATUS, "overrides.yaml"}),
+])  # fmt: skip
+def test_a_made_folder_lacks_what_a_job_does_not_write(words, lacks, tmp_path, dpexp_job):
+    quick = ("model=logistic", "sampling.steps=1", "trainer.num_evaluations=0", *words)
+    whole, made = names_in(made_job(tmp_path / "whole")), names_in(made_job(tmp_path / "made", *words))
+    assert whole - made == lacks
+    of_job = names_in(dpexp_job(*quick))
+    assert made <= of_job <= (made | ONLY_OF_JOBS)
