@@ -20,7 +20,7 @@ from dpexp.tracking.job_folder import CONFIGURATION, LEDGER, METRICS, PLANNED_LE
 composed = cache(dpexp.compose)
 risk_of = cache(lambda adjacency, rounds: risk(Ledger(adjacency, dict(rounds))).figures())
 TESTED = {"test_loss": 1.5, "test_accuracy": 0.625, "test_majority_accuracy": 0.125, "test_auc": 0.9}
-CLOSED = ["config.yaml", "overrides.yaml", PLANNED_LEDGER, "result.json", "epsilon.png"]  # files for the run
+CLOSED = [RECORD, "config.yaml", "overrides.yaml", PLANNED_LEDGER, "result.json", "epsilon.png"]  # files for the run
 
 
 def made_job(folder, *overrides, rounds=3, sigma=3.0, ledger=None):
@@ -49,8 +49,7 @@ def made_job(folder, *overrides, rounds=3, sigma=3.0, ledger=None):
         OmegaConf.save(OmegaConf.create(config | {"rounds": len(ledger)}), home / "config.yaml")
     OmegaConf.save(OmegaConf.create(words), folder / ".hydra" / "overrides.yaml")
     write_json(folder / "result.json", result)
-    if config["tracking"]["uri"] is not None:
-        _write_record(folder, config, reason, result)
+    _write_record(folder, config, reason, result)
     return folder
 
 
@@ -66,7 +65,7 @@ def tracked_job(folder, *overrides, **facts):
 def write_run(path, ledger, close=True, resume=False):
     """Writes a run's ledger, round by round, and its end file if the run has ended."""
     facts = {"not_private_reason": ledger.not_private_reason, "record": ledger.record, "part": ledger.part}
-    planned = [round_.sampling for round_ in ledger.rounds if round_.one_time_query is None]
+    planned = [round_.sampling for round_ in ledger.training]
     writer = LedgerWriter(path, ledger.adjacency, planned, resume, **facts)
     for round_ in Counter(ledger.rounds).elements():
         writer.sample(round_.sampling)
@@ -92,18 +91,22 @@ def _of_privacy(ledger, config):
 
 
 def _write_record(folder, config, reason, result):
-    """Writes what only jobs that are tracked leave; see dpexp.tracking.mirror."""
+    """Writes what MLflow mirrors; see dpexp.tracking.record."""
     shutil.copy(folder / ".hydra" / "overrides.yaml", folder)
     if (folder / LEDGER).exists():
         (folder / "epsilon.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     tags = {"private": f"no: {reason}" if reason else "yes", "host": socket.gethostname(), "pid": str(os.getpid()),
             "output": str(folder.resolve())}  # fmt: skip
+    delta, names = config["privacy"]["delta"], [*result.get("epsilon", ())]
+    spends = {"data_id": config["data"]["id"], "budget": config["privacy"]["budget"], "trains": config["train"]}
     write_json(folder / RECORD, {
         "name": folder.name, "start": 1_000_000, "tags": {f"dpexp.{key}": value for key, value in tags.items()},
-        "params": {"privacy.delta": str(config["privacy"]["delta"])}, "files": CLOSED,
+        "params": {"privacy.delta": str(delta)}, "configuration": {"privacy.delta": str(delta)}, "files": CLOSED,
+        "store": config["tracking"], "delta": delta, "accountants": names,
+        "spends": spends if config["data"]["id"] else None,
         "data": {"name": "digits", "digest": f"n={config['data']['n']}", "source_type": "code", "source": "{}"},
     })  # fmt: skip
     rows = [{"step": 0, "metrics": {"with rounds": result["rounds"]}},
             {"step": result["rounds"], "metrics": result["metrics"]}]  # fmt: skip
     (folder / METRICS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_json(folder / STATUS, {"status": "FINISHED", "reason": None, "rounds": result["rounds"], "time": 2_000_000})
+    write_json(folder / STATUS, {"status": "FINISHED", "reason": None, "time": 2_000_000})

@@ -160,7 +160,7 @@ class Mirror:
 
 def shown(name: str, value: float) -> float:
     """A metric with as many digits as are looked at; what is claimed, as ε, is rounded up."""
-    if not math.isfinite(value) or value.is_integer():
+    if not math.isfinite(value) or value == int(value):
         return value
     is_claim = "epsilon" in name or name.removeprefix(WITH) in FIGURES
     return float(up(value, _DIGITS)) if is_claim else float(f"{value:.{_DIGITS}g}")
