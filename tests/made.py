@@ -96,12 +96,13 @@ def _write_record(folder, config, reason, result):
     if (folder / LEDGER).exists():
         (folder / "epsilon.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     tags = {"private": f"no: {reason}" if reason else "yes", "host": socket.gethostname(), "pid": str(os.getpid()),
-            "output": str(folder.resolve())}  # fmt: skip
+            "output": str(folder.resolve()), "start": "0f"}  # fmt: skip
     delta, names = config["privacy"]["delta"], [*result.get("epsilon", ())]
     spends = {"data_id": config["data"]["id"], "budget": config["privacy"]["budget"], "trains": config["train"]}
     write_json(folder / RECORD, {
         "name": folder.name, "start": 1_000_000, "tags": {f"dpexp.{key}": value for key, value in tags.items()},
-        "params": {"privacy.delta": str(delta)}, "configuration": {"privacy.delta": str(delta)}, "files": CLOSED,
+        "starts": ["0f"], "params": {"privacy.delta": str(delta)}, "configuration": {"privacy.delta": str(delta)},
+        "files": CLOSED,
         "store": config["tracking"], "delta": delta, "accountants": names,
         "spends": spends if config["data"]["id"] else None,
         "data": {"name": "digits", "digest": f"n={config['data']['n']}", "source_type": "code", "source": "{}"},

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp._lightning_compat import MisconfigurationException, pl, refuse_mixed
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.commands.objects import cannot_be_made, check_numbers, made_of
+from dpexp.commands.objects import cannot_be_made, made_of, numbers_of_texts
 from dpexp.commands.validate import check, noise_of, privacy_unit_of, reported, sampling_of, target_of, values_of
 from dpexp.config import BY_GROUP, CONF, part_of
 from dpexp.errors import ConfigError, in_one_line, place_of
@@ -241,7 +241,7 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
 def _default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> float | None:
     if cfg.optimizer.get("lr") != AUTO:
         return None
-    check_numbers("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
+    numbers_of_texts("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})
     norm = plan.gradient_norm if plan else 1.0
     return noisy_learning_rate(cfg.optimizer, cfg.rounds, norm)
 

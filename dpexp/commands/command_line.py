@@ -118,6 +118,7 @@ NO_OPTIONS = {  # key -> why it cannot be given
 }
 GONE = {  # an option of earlier versions -> what to choose
     "model=least_squares": "choose logistic, which was as good or better wherever both were tried",
+    "accountant=gdp": "choose pld: its ε was an approximation that may lie below the true one",
 }
 # The field's short names -> the key that means the same here
 SYNONYMS = {

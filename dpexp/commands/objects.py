@@ -17,7 +17,8 @@ _NUMBERS = {"int", "float", "bool", "NoneType", "Tensor"}  # types of arguments 
 def made_of(section: str, node: Any, **arguments: Any) -> Any:
     """The object of a section; a mistake in it becomes a ConfigError."""
     target = str(node.get("_target_")) if node else ""
-    check_numbers(section, target, node)
+    if numbers := numbers_of_texts(section, target, node):
+        node = {**node} | numbers
     try:
         with made_from(section):
             return instantiate(node, _convert_="all", **arguments)
@@ -42,15 +43,31 @@ def cannot_be_made(section: str, node: Any, cause: Any) -> ConfigError:
     return ConfigError(f"{section}: {made}: {in_one_line(cause)}.")
 
 
-def check_numbers(section: str, target: str, node: Any) -> None:
-    """Refuses text, lists and mappings for arguments that are numbers by the annotations of a `_target_`."""
+def numbers_of_texts(section: str, target: str, node: Any) -> dict[str, float]:
+    """The texts of a section, as of an environment variable, whose arguments are numbers by a `_target_`'s annotations.
+
+    Raises:
+        ConfigError: a text, list or mapping is no number, where one is needed.
+    """
     try:
         parameters = inspect.signature(get_object(target), eval_str=True).parameters
     except Exception:  # no Python function, or an unknown name, which is refused where it is called
-        return
+        return {}
+    found = {}
     for key, parameter in parameters.items():
-        kind, value = parameter.annotation, node.get(key)
-        kinds = {*get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
-        are_numbers = {getattr(each, "__name__", "") for each in kinds} <= _NUMBERS
-        if are_numbers and isinstance(value, str | DictConfig | ListConfig):
-            raise ConfigError(f"{section}.{key}={value} must be a number, as {target} takes it.")
+        value = node.get(key)
+        if not isinstance(value, str | DictConfig | ListConfig) or not _is_number(parameter.annotation):
+            continue
+        try:
+            number = float(str(value))
+        except ValueError as error:
+            raise ConfigError(f"{section}.{key}={value} must be a number, as {target} takes it.") from error
+        found[key] = int(number) if number.is_integer() else number
+    return found
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether the values of an annotation are numbers; one of numbers or texts, as `auto`, may be a text."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = {getattr(part, "__origin__", part) for part in parts}  # of Annotated its type
+    return {getattr(kind, "__name__", "") for kind in kinds} <= _NUMBERS

@@ -35,6 +35,7 @@ from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import console, print_tested
 from dpexp.reporting.wording import measured
 from dpexp.tracking.job_folder import CARD, CHECKPOINT, DISK_RESERVE, MLFLOW_MODEL, WEIGHTS
+from dpexp.tracking.provenance import without_passwords
 from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.data.features import Features, OnFeatures
 from dpexp.training.data.inputs import OneInput
@@ -354,10 +355,11 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
             "the rounds of the ledger are spent, so start the job again in another folder."
         ) from error
     before: Any = yaml.safe_load((output / "config.yaml").read_text())
-    if cfg.data.id is not None and before["tracking"]["uri"] is not None and cfg.tracking.uri is None:
+    former, uri = before["tracking"]["uri"], cfg.tracking.uri and without_passwords(cfg.tracking.uri)
+    if cfg.data.id is not None and former is not None and uri != former:
         raise ConfigError(
-            f"tracking=none would not record that the job in {output} releases more of data.id={cfg.data.id}; resume "
-            "it with its former tracking."
+            f"tracking.uri={uri or 'null'}: {former} would not know that the job in {output} releases more of data.id="
+            f"{cfg.data.id}; resume it with its former tracking."
         )
     now: Any = OmegaConf.to_container(cfg, resolve=True)
     changed = [key for key in {**before, **now} if key not in _MAY_DIFFER and before.get(key) != now.get(key)]

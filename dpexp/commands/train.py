@@ -118,12 +118,13 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         result["mlflow_run_id"] = run.run_id if run else None
         _write(result, output)
         record.result(result)
+        if not refuted:
+            _write(result | {CONFIGURATION: config_hash(cfg)}, output)
         done = max(result["rounds"], job.privacy.rounds_done if job.privacy else 0)  # with those that are lost
         if done >= cfg.rounds and (output / CARD).exists():
             (output / CHECKPOINT).unlink(missing_ok=True)
         if refuted:
             raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
-        _write(result | {CONFIGURATION: config_hash(cfg)}, output)
     if trial is None:
         terminal.print_result(result, output, run.address if run else None, cfg.data.class_weights is not None)
     else:

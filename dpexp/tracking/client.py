@@ -38,7 +38,14 @@ def open_store(store: Tracking) -> tuple[MlflowClient, str]:
         with _created_alone(uri):
             client = MlflowClient(tracking_uri=uri)
             found = client.get_experiment_by_name(experiment)
-            return client, found.experiment_id if found else client.create_experiment(experiment, store.artifacts)
+            if found is None:
+                try:
+                    return client, client.create_experiment(experiment, store.artifacts)
+                except MlflowException:  # another job may have made it meanwhile
+                    found = client.get_experiment_by_name(experiment)
+                    if found is None:
+                        raise
+            return client, found.experiment_id
     except (MlflowException, OSError, sqlite3.Error) as error:
         raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
 

@@ -27,6 +27,7 @@ WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, 
 # Tags
 ERROR = "dpexp.error"  # why a run did not finish
 OUTPUT = "dpexp.output"  # the job's folder
+START = "dpexp.start"  # a random number of the job's last start; its folder has those of all
 CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 

@@ -27,6 +27,7 @@ from dpexp.config import Tracking
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import MAX_METRICS, MAX_PARAMS, create_run, open_store, set_view
 from dpexp.tracking.job_folder import (
+    CHECKPOINT,
     ERROR,
     LEDGER,
     METRICS,
@@ -34,6 +35,7 @@ from dpexp.tracking.job_folder import (
     RECORD,
     RUN,
     SENT,
+    START,
     STATUS,
     WITH,
     ended,
@@ -184,6 +186,11 @@ def mirrored(folder: Path, uri: str | None) -> str:
     store.uri = uri or store.uri
     if store.uri is None:
         raise ConfigError(f"the job in {folder} had no store; give uri=….")
+    if facts["spends"] and (folder / CHECKPOINT).exists() and without_passwords(store.uri) != facts["store"]["uri"]:
+        raise ConfigError(
+            f"the job in {folder} can be resumed, and {without_passwords(store.uri)} would not know of its rounds on "
+            f"data.id={facts['spends']['data_id']} then; mirror it once it has ended, or delete its {CHECKPOINT}."
+        )
     if ":…@" in store.uri:
         raise ConfigError(f"the password of {store.uri} is not kept; give uri=….")
     with exclusive(folder):
@@ -191,10 +198,10 @@ def mirrored(folder: Path, uri: str | None) -> str:
         try:
             if (run := run_of(client, folder)) is not None:
                 run_id = run.info.run_id
-                _refuse_earlier_copy(folder, facts["tags"], run)
+                _refuse_earlier_copy(folder, facts, run)
                 _refuse_older_ledger(client, run_id, folder / LEDGER)
             else:
-                run_id = begun(store.uri, client, facts, folder, partial(created, client, experiment_id, facts))
+                run_id = begun(store.uri, client, facts, folder, partial(created, client, experiment_id, facts, folder))
             mirror = Mirror(client, run_id, folder, facts)
         except (MlflowException, OSError) as error:
             raise ConfigError(f"{without_passwords(store.uri)} cannot be used: {one_line(error)}") from error
@@ -236,9 +243,10 @@ def concluded(uri: str, client: MlflowClient, facts: Mapping[str, Any], run_id: 
         data_budget.end(client, uri, run_id, folder)
 
 
-def created(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any]) -> str:
-    """Creates the run of a job; returns its id."""
+def created(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any], folder: Path) -> str:
+    """Creates the run of a job; returns its id, which its folder remembers."""
     run_id = create_run(client, experiment_id, facts["tags"], start_time=facts["start"], run_name=facts["name"])
+    write_json(folder / SENT, {**read_json(folder / SENT), run_id: {}})
     set_view(client, experiment_id)
     inputs = DatasetInput(Dataset(**facts["data"]), [InputTag("mlflow.data.context", "training")])
     client.log_inputs(run_id, [inputs])
@@ -257,7 +265,7 @@ def run_of(client: MlflowClient, folder: Path) -> Run | None:
     return None
 
 
-def earlier_run(client: MlflowClient, output: Path) -> Run | None:
+def earlier_run(client: MlflowClient, output: Path, facts: Mapping[str, Any]) -> Run | None:
     """The run of a job that is resumed; None if it has none in this store, or the folder is a copy of another job's."""
     if (run := run_of(client, output)) is None:
         return None
@@ -265,16 +273,21 @@ def earlier_run(client: MlflowClient, output: Path) -> Run | None:
     if said.exists() and not said.samefile(output):  # of a folder of another machine, nothing exists here
         return None
     _refuse_older_ledger(client, run.info.run_id, output / LEDGER)
-    return run
+    return None if _is_of_another_start(facts, run) else run
 
 
-def _refuse_earlier_copy(folder: Path, own: Mapping[str, str], run: Run) -> None:
+def _is_of_another_start(facts: Mapping[str, Any], run: Run) -> bool:
+    """Whether a run went on in a copy of the job's folder, which has starts that this one has not."""
+    return START in run.data.tags and run.data.tags[START] not in facts["starts"]
+
+
+def _refuse_earlier_copy(folder: Path, facts: Mapping[str, Any], run: Run) -> None:
     """Refuses the folder of a job that was resumed in a copy of it, which the ledger in MLflow need not show yet."""
-    now = [run.data.tags.get(f"dpexp.{name}") for name in ("host", "pid")]
-    if now != [own[f"dpexp.{name}"] for name in ("host", "pid")]:
+    if _is_of_another_start(facts, run):
+        host, process = (run.data.tags.get(f"dpexp.{name}") for name in ("host", "pid"))
         raise ConfigError(
-            f"{folder} is an earlier copy of its job, whose run {run.info.run_id} went on in process {now[1]} of "
-            f"{now[0]}; mirror the folder of that one."
+            f"{folder} is an earlier copy of its job, whose run {run.info.run_id} went on in process {process} of "
+            f"{host}; mirror the folder of that one."
         )
 
 

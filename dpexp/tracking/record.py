@@ -5,6 +5,7 @@ A job has a record whether it is tracked or not. Imports no MLflow.
 
 import json
 import math
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from dpexp.tracking.job_folder import (
     METRICS,
     OUTPUT,
     RECORD,
+    START,
     STATUS,
     TRIED,
     constants,
@@ -49,7 +51,6 @@ class Record:
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         self.folder, self.facts = folder, facts
-        (folder / STATUS).unlink(missing_ok=True)  # of a job that is resumed
         with (folder / METRICS).open("ab+") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)  # a power failure may have cut the last line
@@ -157,12 +158,17 @@ def recorded(
     """
     with exclusive(folder):
         facts["tags"][OUTPUT] = str(folder.resolve())
-        if resumes and (earlier := read_json(folder / RECORD)):
+        earlier = read_json(folder / RECORD) if resumes else {}
+        if earlier:
             now = provenance_of_resume() | {OUTPUT: facts["tags"][OUTPUT]}
             kept = {name: earlier[name] for name in OF_THE_START if name in earlier}
             facts = facts | kept | {"tags": earlier["tags"] | now}
-        run = run_of(facts) if run_of else None
+        facts["tags"][START] = secrets.token_hex(8)
+        facts["starts"] = [*earlier.get("starts", ()), facts["tags"][START]]
+        # Before the run has this start, which would otherwise make this folder look like an earlier copy.
         record = Record(folder, facts)
+        run = run_of(facts) if run_of else None
+        (folder / STATUS).unlink(missing_ok=True)  # of a job that is resumed
         if run:
             run.follow()
         status, reason = "FAILED", None

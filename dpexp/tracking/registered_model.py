@@ -49,6 +49,7 @@ def send_model(
     """Logs a model folder as a model of a run, and registers it as a version of `name`, if given."""
     run = client.get_run(run_id)
     card = card_of(folder.parent)
+    _delete_earlier(client, run_id, run.info.experiment_id)
     logged = client.create_logged_model(
         run.info.experiment_id, "model", source_run_id=run_id, tags={**tags, "mlflow.note.content": card}
     )
@@ -69,6 +70,13 @@ def send_model(
         )
         known = [{"name": name, "version": version.version}]
         client.set_logged_model_tags(logged.model_id, {"mlflow.modelVersions": json.dumps(known)})
+
+
+def _delete_earlier(client: MlflowClient, run_id: str, experiment_id: str) -> None:
+    """Deletes models of a run whose sending was cut off, or after which its job went on; not what is registered."""
+    for model in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'"):
+        if "mlflow.modelVersions" not in model.tags:
+            client.delete_logged_model(model.model_id)
 
 
 def check_name(client: MlflowClient, name: str) -> None:

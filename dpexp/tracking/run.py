@@ -49,9 +49,9 @@ class TrackedRun:
             check_name(client, register)
         try:
             end_dead_runs(client, experiment_id)
-            earlier = earlier_run(client, folder) if resumes else None
+            earlier = earlier_run(client, folder, facts) if resumes else None
             if earlier is None:
-                begin = partial(created, client, experiment_id, facts)
+                begin = partial(created, client, experiment_id, facts, folder)
             else:
                 begin = partial(_reopen, client, earlier, facts["tags"])
             self.run_id = begun(self._uri, client, facts, folder, begin, planned, earlier)

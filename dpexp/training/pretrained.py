@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dpexp.errors import ConfigError, in_one_line
+from dpexp.errors import ConfigError, Count, checks_arguments, in_one_line
 
 _SMALL_FILES = 2**20  # bytes for what a job writes besides weights
 
@@ -160,6 +160,7 @@ class Bias(All):
         return _train_only(model, lambda name: name in head or name.rpartition(".")[2] == "bias")
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Lora:
     """Trains low-rank adapters (LoRA) and the head, by peft (Hu et al. 2021, arXiv 2106.09685; with privacy: Yu et al.
@@ -172,8 +173,8 @@ class Lora:
         head: its name; None: the last layer; False: the last layer, which is not trained.
     """
 
-    rank: int = 8
-    alpha: int = 16
+    rank: Count = 8
+    alpha: Count = 16
     layers: Sequence[str] | None = None
     head: str | Literal[False] | None = None  # type: ignore[assignment]
 

@@ -52,3 +52,18 @@ def test_processes_write_at_once_into_a_store_that_none_has_used_before(tmp_path
     for run in runs:
         points = client.get_metric_history(run.info.run_id, "a")
         assert [point.value for point in points] == list(range(500))
+
+
+def test_an_experiment_that_another_job_makes_meanwhile_is_found(tmp_path, empty_store, monkeypatch):
+    asked, get = [], MlflowClient.get_experiment_by_name
+
+    def late(client, name):
+        asked.append(name)
+        if len(asked) == 1:
+            client.create_experiment(name)
+            return None
+        return get(client, name)
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", late)
+    client, experiment_id = open_store(Tracking(f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path)))
+    assert client.get_experiment(experiment_id).name == "dpexp" and len(asked) == 2

@@ -25,7 +25,7 @@ from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 from dpexp.tracking import data_budget
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in, lock_of
-from dpexp.tracking.job_folder import LEDGER, OUTPUT, PLANNED_LEDGER
+from dpexp.tracking.job_folder import LEDGER, OUTPUT, PLANNED_LEDGER, START
 from dpexp.tracking.mirror import earlier_run
 
 __all__ = ["run_on", "store"]  # fixtures
@@ -147,11 +147,14 @@ def test_a_copy_of_a_jobs_folder_is_not_resumed_as_the_job(run_on):
     copy = output.with_name(f"{output.name} copy")
     shutil.copytree(output, copy)
     run_on.client.set_tag(run_on.id(output), OUTPUT, str(output))
-    assert (
-        earlier_run(run_on.client, output).info.run_id == run_on.id(output) and earlier_run(run_on.client, copy) is None
-    )
+    first = {"starts": ["a"]}
+    assert earlier_run(run_on.client, output, first).info.run_id == run_on.id(output)
+    assert earlier_run(run_on.client, copy, first) is None
     shutil.rmtree(output)  # or another machine
-    assert earlier_run(run_on.client, copy).info.run_id == run_on.id(copy)
+    assert earlier_run(run_on.client, copy, first).info.run_id == run_on.id(copy)
+    run_on.client.set_tag(run_on.id(copy), START, "b")  # which went on elsewhere since
+    assert earlier_run(run_on.client, copy, first) is None
+    assert earlier_run(run_on.client, copy, {"starts": ["a", "b"]}).info.run_id == run_on.id(copy)
 
 
 # Jobs
@@ -255,10 +258,16 @@ def test_a_killed_job_counts_as_its_plan_until_it_is_resumed(tmp_path, monkeypat
         main()
     assert [len(cost.ledger) for cost in costs_in(uri, "digits")] == [4]
     (folder / LEDGER).write_bytes((backup / LEDGER).read_bytes())
+    elsewhere = (f"tracking.uri=sqlite:///{tmp_path}/b.db", "checkpoint.resume=true", f"hydra.run.dir={folder}")
+    monkeypatch.setattr(sys, "argv", ["dpexp", *QUICK, KEEP, "privacy.epsilon=2", *elsewhere])
+    with pytest.raises(
+        SystemExit, match=r"mlflow\.db would not know that the job in .* releases more of data\.id=digits"
+    ):
+        main()
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
     (run,) = store_of(tmp_path).search_runs(["1"])
-    may_change = {"dpexp.pid", COUNTS_AS, "mlflow.note.content", *(t for t in run.data.tags if "resumed" in t)}
+    may_change = {"dpexp.pid", START, COUNTS_AS, "mlflow.note.content", *(t for t in run.data.tags if "resumed" in t)}
     changed = {tag for tag, _ in run.data.tags.items() ^ began.data.tags.items()} - may_change
     assert not changed and run.data.tags["dpexp.resumed.command"] == f"dpexp resume {folder}"
     assert len(read_ledger(folder / PLANNED_LEDGER)) == 5

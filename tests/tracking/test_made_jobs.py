@@ -45,7 +45,7 @@ def test_a_made_folder_is_like_that_of_a_job(trained, job, tmp_path):
     record, of_job = (json.loads((folder / RECORD).read_text()) for folder in (made, job))
     assert record.keys() == of_job.keys() - {"model"} and {*record["files"]} <= {*of_job["files"]}
     assert record["data"].keys() <= of_job["data"].keys() and record["params"].items() <= of_job["params"].items()
-    same = [tag for tag in record["tags"] if tag not in ("dpexp.pid", "dpexp.output")]
+    same = [tag for tag in record["tags"] if tag not in ("dpexp.pid", "dpexp.output", "dpexp.start")]
     assert {tag: record["tags"][tag] for tag in same} == {tag: of_job["tags"][tag] for tag in same}
     assert {*record["tags"]} < {*of_job["tags"]}
     said, of_job = (json.loads((folder / STATUS).read_text()) for folder in (made, job))

@@ -36,14 +36,17 @@ class Away:
         return call
 
 
+OTHERS = {"starts": [], "spends": None}
+
+
 class Job:
     """A job's record in a folder, and its mirror in a store."""
 
     def __init__(self, folder, client, experiment, start=1_000_000):
         folder.mkdir(parents=True, exist_ok=True)
         data = {"name": "digits", "digest": "n=1", "source_type": "code", "source": "{}"}
-        facts = {"name": "job", "start": start, "tags": {"t": "x"}, "params": {}, "data": data, "files": []}
-        self.folder, self.client, self.run_id = folder, client, created(client, experiment, facts)
+        facts = {"name": "job", "start": start, "tags": {"t": "x"}, "params": {}, "data": data, "files": []} | OTHERS
+        self.folder, self.client, self.run_id = folder, client, created(client, experiment, facts, folder)
         self.mirror, self.record = Mirror(client, self.run_id, folder, facts), Record(folder, facts)
 
     def mirror_later(self):

@@ -15,7 +15,7 @@ from test_data_budget import kill_before, kill_in_round
 from dpexp.__main__ import main
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in
-from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN, exclusive
+from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN, START, exclusive
 from dpexp.tracking.mirror import shown
 
 QUICK = (
@@ -56,6 +56,7 @@ def agrees(tmp_path, folder, status):
     found = told(store_of(tmp_path), run_id, tmp_path / "found")
     shutil.rmtree(another, ignore_errors=True)
     shutil.copytree(folder, another)
+    (another / "last.ckpt").unlink(missing_ok=True)  # else it is for no other store
     with pytest.MonkeyPatch.context() as patch:
         for _ in range(2):  # it is the same run
             mirror(patch, another, f"uri=sqlite:///{tmp_path}/another.db")
@@ -106,6 +107,19 @@ def test_a_job_without_a_store_leaves_the_same_record_which_a_store_gets_later(d
     assert {"plan.json", "epsilon.png", "result.json"} <= {*found["files"]}
     (cost,) = costs_in(uri, "digits")
     assert cost.ledger == ledger_so_far(folder / LEDGER) and not cost.note
+
+
+def test_a_job_that_can_go_on_is_mirrored_to_no_store_that_would_not_know_of_it(tmp_path, monkeypatch):
+    for uri in ("null", f"sqlite:///{tmp_path}/own.db"):
+        folder = made_job(tmp_path / uri[:4], "data.id=digits", f"tracking.uri={uri}")
+        (folder / "last.ckpt").touch()
+        with pytest.raises(SystemExit, match=r"can be resumed, and .* would not know of its rounds on data\.id=digits"):
+            mirror(monkeypatch, folder, f"uri=sqlite:///{tmp_path}/another.db")
+    mirror(monkeypatch, folder)  # to its own, where it goes on
+    (folder / "last.ckpt").unlink()
+    mirror(monkeypatch, folder, f"uri=sqlite:///{tmp_path}/another.db")
+    (cost,) = costs_in(f"sqlite:///{tmp_path}/another.db", "digits")
+    assert len(cost.ledger) == 3 and not cost.note
 
 
 def away_after(rounds, until=10**9):
@@ -212,7 +226,7 @@ def test_a_copy_from_before_the_job_went_on_elsewhere_takes_nothing_back(tmp_pat
     """It went on for rounds that no store knows: its plan counts, and the copy's ledger is the one in MLflow."""
     folder = tracked_job(tmp_path / "job", "data.id=digits")
     client, run_id = store_of(tmp_path), (folder / RUN).read_text()
-    for tag, value in {"dpexp.pid": "1", "dpexp.host": "far", COUNTS_AS: PLANNED_LEDGER}.items():
+    for tag, value in {"dpexp.pid": "1", "dpexp.host": "far", START: "5a", COUNTS_AS: PLANNED_LEDGER}.items():
         client.set_tag(run_id, tag, value)
     with pytest.raises(SystemExit, match=r"is an earlier copy of its job, whose run .* went on in process 1 of far"):
         mirror(monkeypatch, folder)
