@@ -264,6 +264,7 @@ def test_a_killed_job_counts_as_its_plan_until_it_is_resumed(tmp_path, monkeypat
         SystemExit, match=r"mlflow\.db would not know that the job in .* releases more of data\.id=digits"
     ):
         main()
+    shutil.copytree(backup / ".hydra", folder / ".hydra", dirs_exist_ok=True)  # which has the options of the last start
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
     (run,) = store_of(tmp_path).search_runs(["1"])
