@@ -22,7 +22,7 @@ from mlflow.utils import chunk_list
 
 from dpexp.accounting.ledger import Ledger, contains_lines
 from dpexp.accounting.risk import FIGURES
-from dpexp.accounting.rounding import up
+from dpexp.accounting.rounding import down, up
 from dpexp.config import Tracking
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import MAX_METRICS, MAX_PARAMS, create_run, open_store, set_view
@@ -161,11 +161,12 @@ class Mirror:
 
 
 def shown(name: str, value: float) -> float:
-    """A metric with as many digits as are looked at; what is claimed, as ε, is rounded up."""
+    """A metric with as many digits as are looked at; what is claimed, as ε, is rounded up, a lower bound down."""
     if not math.isfinite(value) or value == int(value):
         return value
-    is_claim = "epsilon" in name or name.removeprefix(WITH) in FIGURES
-    return float(up(value, _DIGITS)) if is_claim else float(f"{value:.{_DIGITS}g}")
+    if "epsilon" in name or name.removeprefix(WITH) in FIGURES:
+        return float(up(value, _DIGITS))
+    return float(down(value, _DIGITS) if name.endswith("at_least") else f"{value:.{_DIGITS}g}")
 
 
 def _version(path: Path) -> list[int]:

@@ -161,7 +161,7 @@ def test_a_schedule_is_carried_out_and_accounted(tmp_path):
         assert round_.sampling.q == pytest.approx(Q * f_q)
         (bound,) = {query.S for query in round_.queries}
         assert bound == pytest.approx(0.4 * f_S)
-        assert round_.noise_multiplier == pytest.approx(0.8 * f_z), "a schedule of bounds leaves z alone"
+        assert round_.z("add_remove") == pytest.approx(0.8 * f_z), "a schedule of bounds leaves z alone"
     assert ledger == plan.ledger()
 
 
