@@ -54,6 +54,7 @@ class Data:
     unit: str | None = None
     length: int | None = None
     text: str | None = None
+    prompt: str | None = None
     user: str | None = None
     prompts: list[str] | None = None
     features_of: Any = None

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import predict
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.training.data.documents import Documents, LabelledTexts
 from dpexp.training.language import LanguageModel, causal_lm, is_causal
 from dpexp.training.pretrained import Lora
@@ -115,21 +115,80 @@ def test_a_block_never_crosses_documents_or_users(folder):
     assert {*seen} == {(k // 3, k + 2) for k in range(len(some))}
 
 
+def asked(path, rows):
+    with open(path, "w") as file:
+        file.writelines(json.dumps({"ask": ask, "text": text}) + "\n" for ask, text in rows)
+
+
+def test_only_the_text_after_a_prompt_has_a_loss(folder):
+    rows = [("a b", "c d"), ("a " * 30, "c"), ("a", None), (None, "c d"), ("a b c", "d " * 30)]
+    asked("train.jsonl", rows)
+    data = documents("train.jsonl", prompt="ask").train
+    assert data[0]["input_ids"].tolist()[:6] == [2, 3, 4, 5, 0, 0]
+    assert data[0]["labels"].tolist() == [-100, -100, 4, 5, 0] + [-100] * 7
+    assert data.usable.tolist() == [True, False, False, False, True]
+    for k in (1, 2, 3):
+        with pytest.raises(RecordError):
+            data[k]
+    assert data[4]["labels"].tolist() == [-100] * 3 + [5] * 9
+    with pytest.raises(ConfigError, match=r"data\.prompt with data\.unit=block"):
+        documents("train.jsonl", prompt="ask", unit="block", adjacency="replace_one")
+    assert not documents("train.jsonl", prompt="missing").train.usable.any()
+    with pytest.raises(ConfigError, match=r"no column missing, which data\.prompt names"):
+        documents(test="train.jsonl", prompt="missing").test.usable.any()
+
+
+def test_the_loss_is_that_of_the_texts_tokens(folder):
+    """Computed by hand from the scores of the model."""
+    asked("train.jsonl", [("a b c", "d e f"), ("g", "h")])
+    module = LanguageModel(causal_lm("tiny"), torch.optim.SGD)
+    for item in documents("train.jsonl", prompt="ask").train:
+        batch = {name: value[None] for name, value in item.items()}
+        loss, _ = module.loss_and_scores(batch)
+        ids, labels = item["input_ids"], item["labels"]
+        scores = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0].double()
+        places = [t for t in range(1, LENGTH) if labels[t] != -100]
+        by_hand = [-scores[t - 1].log_softmax(0)[ids[t]] for t in places]
+        assert len(places) == int((labels != -100).sum()) and loss.item() == pytest.approx(
+            torch.stack(by_hand).mean().item(), rel=1e-5
+        )
+
+
+def test_a_job_learns_to_answer_and_predicts_from_prompts(folder, dpexp_job):
+    for name, count in (("train.jsonl", 60), ("test.jsonl", 20)):
+        asked(name, [(WORDS[k % 4], "cat") for k in range(count)])
+    options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt=ask", "data.prompts=[a,b]")
+    output = dpexp_job(
+        *JOB,
+        *options,
+        "privacy.enabled=false",
+        "sampling.expected_batch_size=20",
+        "sampling.epochs=20",
+        "optimizer.lr=0.1",
+        "tracking=none",
+    )
+    assert (output / "generated.txt").read_text() == "a → cat\n\nb → cat\n"
+    asked("new.jsonl", [("c", "")])
+    dpexp_job("predict", str(output), "new.jsonl", "out=found.csv")
+    assert (folder / "found.csv").read_text().splitlines()[1].endswith("cat")
+
+
 @pytest.mark.parametrize("tuning", ["all", "lora"])
 def test_every_fine_tuning_fits_the_experiment(folder, dpexp_job, tuning):
     output = dpexp_job(*JOB, f"fine_tuning={tuning}", "data.n=640", "train=false", "tracking=none")
     assert json.loads((output / "result.json").read_text())["rounds"] == 30
 
 
-@pytest.mark.parametrize("unit", ["block", "user"])
+@pytest.mark.parametrize("unit", ["block", "user", "prompt"])
 def test_one_more_or_less_moves_the_released_sum_by_at_most_s(folder, dpexp_job, unit):
     options = {
         "block": ("data.path=train.txt", "data.unit=block", "data.length=6", "privacy.adjacency=replace_one"),
         "user": ("data.path=train.jsonl", "data.user=who", "data.users=20", "privacy_unit=user"),
+        "prompt": ("data.path=train.jsonl", "data.prompt=kind", "data.test_path=test.jsonl"),
     }[unit]
     weights = []
     for changed in (False, True):
-        some = texts(60)[3:] if changed else texts(60)
+        some = texts(60)[(1 if unit == "prompt" else 3) :] if changed else texts(60)
         if unit == "block":  # all words of the first block of a document replaced
             some = [*texts(60)[1:], "o n m l k j g h i" if changed else "a b c d e f g h i"]
         (folder / "train.txt").write_text("\n\n".join(some))

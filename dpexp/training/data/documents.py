@@ -31,18 +31,29 @@ class Tokens(Dataset):
     Args:
         texts: token ids of each text.
         labels: the class of each text, IGNORED if unknown; None: the tokens are the labels, IGNORED where padded.
+        prompts: how many tokens each text begins with that have no loss; None: none.
 
     Attributes:
         usable: bool [N], of each text; an item of others raises a RecordError.
         user_of: the user of each text, -1 where nobody knows, if there are users.
     """
 
-    def __init__(self, texts: list[list[int]], length: int, pad: int, labels: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        texts: list[list[int]],
+        length: int,
+        pad: int,
+        labels: list[int] | None = None,
+        prompts: list[int] | None = None,
+    ) -> None:
         self.ids = torch.full((len(texts), length), pad, dtype=torch.int32)
         for row, text in zip(self.ids, texts, strict=True):
             row[: len(text)] = torch.tensor(text, dtype=torch.int32)
         self.sizes, self.labels = [len(text) for text in texts], labels
-        self.usable = torch.tensor(self.sizes) > (labels is None)
+        self.prompts = prompts or [0] * len(texts)
+        predicts_first = labels is not None  # which a causal model does not
+        least = [max(size, 0 if predicts_first else 1) for size in self.prompts]
+        self.usable = torch.tensor(self.sizes) > torch.tensor(least)
         if labels is not None:
             self.usable &= torch.tensor(labels) != IGNORED
 
@@ -50,8 +61,12 @@ class Tokens(Dataset):
         return len(self.ids)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        ids, is_token = self.ids[i].long(), torch.arange(self.ids.shape[1]) < self.sizes[i]
-        labels = ids.masked_fill(~is_token, IGNORED) if self.labels is None else torch.tensor(self.labels[i])
+        ids, place = self.ids[i].long(), torch.arange(self.ids.shape[1])
+        is_token = place < self.sizes[i]
+        if self.labels is None:
+            labels = ids.masked_fill(~is_token | (place < self.prompts[i]), IGNORED)
+        else:
+            labels = torch.tensor(self.labels[i])
         if not self.usable[i]:
             raise RecordError("data: a record has no text, no token to predict, or none of the labels.")
         return {"input_ids": ids, "attention_mask": is_token.long(), "labels": labels}
@@ -101,21 +116,27 @@ class _Texts(RawData):
         """The test records that have a text."""
         rows = rows_of("data.test_path", self._test_path, self._text)
         check_columns(f"data.test_path={self._test_path}", rows, self._fields)
-        has_text = [bool(text) for text in self._texts(rows)]
+        has_text = [bool(text) for text in self._texts(rows, self._text)]
         if not any(has_text):
             raise ConfigError(f"data.test_path={self._test_path} has no record with a text in {self._text}.")
         return rows[has_text]
 
-    def _texts(self, rows: DataFrame) -> list[str]:
-        """Each record's text; "" if it is not a text."""
-        values = [value if isinstance(value, str) and value.strip() else "" for value in rows[self._text]]
+    def _texts(self, rows: DataFrame, of: str) -> list[str]:
+        """Each record's text in a field; "" if it is not a text."""
+        values = [value if isinstance(value, str) and value.strip() else "" for value in rows[of]]
         return [value.encode("utf-8", "replace").decode() for value in values]  # half of a surrogate pair is no text
 
-    def _ids(self, rows: DataFrame, length: int | None = None) -> list[list[int]]:
-        """The tokens of each record's text, cut at `length`; of a record without a text, none."""
-        check_columns("data", rows, {self._text: "data.text"})
-        texts = self._texts(rows)
-        encoded = self._tokenizer(texts or [""], truncation=length is not None, max_length=length, verbose=False)
+    def _ids(self, rows: DataFrame, field: str, length: int | None = None, special: bool = True) -> list[list[int]]:
+        """The tokens of each record's text in a field, cut at `length`; of a record without a text, none.
+
+        Args:
+            special: with those that a tokenizer puts around a text.
+        """
+        check_columns("data", rows, {field: self._fields[field]})
+        texts = self._texts(rows, field)
+        encoded = self._tokenizer(
+            texts or [""], truncation=length is not None, max_length=length, add_special_tokens=special, verbose=False
+        )
         return [ids if text else [] for ids, text in zip(encoded["input_ids"], texts, strict=False)]
 
     def save(self, model: nn.Module, folder: Path, card: str) -> None:
@@ -128,9 +149,12 @@ class _Texts(RawData):
 class Documents(_Texts):
     """Documents for a causal language model, which `python -m dpexp predict` lets continue texts.
 
+    With prompts, an example is a prompt and its text, and only the text's tokens have a loss.
+
     Args:
         unit: what an example is: a `document`, of which the first `length` tokens are used; or a `block` of `length`
             tokens, of which a document has several.
+        prompt: the field with a text's prompt; None: there is none.
         user: the field with a document's user, for `user_of`.
         prompts: public texts that the trained model continues, in generated.txt.
         privacy_unit: the name of its class; adjacency: of the job.
@@ -139,13 +163,15 @@ class Documents(_Texts):
 
     def __init__(
         self, path: str, test_path: str, tokenizer: str, length: int, text: str = "text", unit: str = "document",
-        user: str | None = None, prompts: Sequence[str] = (), privacy_unit: str = "dpexp.Example",
-        adjacency: str | None = None, part: Mapping[str, Any] | None = None,
+        prompt: str | None = None, user: str | None = None, prompts: Sequence[str] = (),
+        privacy_unit: str = "dpexp.Example", adjacency: str | None = None, part: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if unit not in ("document", "block"):
             raise ConfigError(
                 f"data.unit={unit} is unknown; choose one of document, block, and privacy_unit=user for users."
             )
+        if prompt is not None and unit == "block":
+            raise ConfigError("data.prompt with data.unit=block: a block may lack its prompt; set data.unit=document.")
         if privacy_unit == "dpexp.User" and user is None:
             raise ConfigError("data.user=null: privacy_unit=user needs the name of the field with each record's user.")
         self._one_block = unit == "block" and privacy_unit != "dpexp.User"
@@ -156,7 +182,9 @@ class Documents(_Texts):
             )
         super().__init__(path, test_path, tokenizer, length, text)
         self._unit, self._prompts, self._part = unit, list(prompts), with_name(part)
-        self._user = text_of(user)
+        self._user, self._prompt = text_of(user), text_of(prompt)
+        if self._prompt:
+            self._fields[self._prompt] = "data.prompt"
 
     @cached_property
     def train(self) -> Tokens:
@@ -176,16 +204,26 @@ class Documents(_Texts):
 
     def _encoded(self, rows: DataFrame) -> Tokens:
         end, length = self._tokenizer.eos_token_id, self.length
-        texts = [ids + [end] * (bool(ids) and end is not None and ids[-1] != end) for ids in self._ids(rows)]
+        encoded = self._ids(rows, self._text, special=self._prompt is None)
+        texts = [ids + [end] * (bool(ids) and end is not None and ids[-1] != end) for ids in encoded]
+        if self._prompt:
+            return self._prompted(self._ids(rows, self._prompt), texts)
         # The last block of a text may be shorter, but has a token to predict.
         starts = [range(0, max(1, len(text) - 1) if self._unit == "block" else 1, length) for text in texts]
         cut = [[text[k : k + length] for k in some] for text, some in zip(texts, starts, strict=True)]
         self._sources = [k for k, parts in enumerate(cut) for _ in parts]
         return Tokens([part for parts in cut for part in parts], length, self._tokenizer.pad_token_id)
 
+    def _prompted(self, prompts: list[list[int]], texts: list[list[int]]) -> Tokens:
+        """Each prompt and its text; one without a prompt, or whose prompt leaves its text no room, is not used."""
+        self._sources = [*range(len(texts))]
+        whole = [(prompt + text)[: self.length] for prompt, text in zip(prompts, texts, strict=True)]
+        sizes = [len(prompt) or self.length for prompt in prompts]
+        return Tokens(whole, self.length, self._tokenizer.pad_token_id, prompts=sizes)
+
     def encode(self, inputs: DataFrame) -> list[Tensor]:
-        """The tokens [1, T] of each text."""
-        ids = [one or [self._tokenizer.eos_token_id] for one in self._ids(inputs)]
+        """The tokens [1, T] of each text to continue."""
+        ids = [one or [self._tokenizer.eos_token_id] for one in self._ids(inputs, self._prompt or self._text)]
         if (most := max(map(len, ids), default=0)) >= self.length:
             raise ConfigError(f"data: a text of {most} tokens leaves none of data.length={self.length} to continue it.")
         return [torch.tensor([one]) for one in ids]
@@ -203,11 +241,11 @@ class Documents(_Texts):
         return DataFrame({"continuation": found}, index=inputs.index)
 
     def example(self) -> DataFrame:
-        return DataFrame({self._text: self._prompts[:2] or ["a"]})
+        return DataFrame({self._prompt or self._text: self._prompts[:2] or ["a"]})
 
     def save(self, model: nn.Module, folder: Path, card: str) -> None:
         super().save(model, folder, card)
-        prompts = DataFrame({self._text: self._prompts})
+        prompts = DataFrame({self._prompt or self._text: self._prompts})
         lines = self._prompts and self.predictions(model, prompts)["continuation"]
         text = "\n\n".join(f"{prompt} → {line}" for prompt, line in zip(self._prompts, lines, strict=True))
         (folder / "generated.txt").write_text(text + "\n")
@@ -245,7 +283,7 @@ class LabelledTexts(_Texts):
     def _encoded(self, rows: DataFrame) -> Tokens:
         code = {name: k for k, name in enumerate(self.class_names or ())}
         labels = [code.get(label, IGNORED) for label in texts_of(rows[self._label])]
-        return Tokens(self._ids(rows, self.length), self.length, self._tokenizer.pad_token_id, labels)
+        return Tokens(self._ids(rows, self._text, self.length), self.length, self._tokenizer.pad_token_id, labels)
 
     def encode(self, inputs: DataFrame) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` [N, length] of the first tokens of each text."""
