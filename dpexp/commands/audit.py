@@ -36,7 +36,7 @@ def audit_plan(job: Job, claimed: float) -> tuple[Audit, Figure]:
     """
     assert job.plan is not None
     cfg, plan, folder = copy.deepcopy(job.cfg), job.plan, job.output / FOLDER
-    cfg.callbacks = {}
+    cfg.callbacks, cfg.logger = {}, {}  # loggers would show what is released with next to no noise
     cfg.checkpoint.update(every_n_rounds=None, resume=False)
     cfg.trainer.num_evaluations = 0
     seed = cfg.privacy.noise_seed

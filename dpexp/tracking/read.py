@@ -21,6 +21,7 @@ from dpexp.tracking.job_folder import (
     METRICS,
     OUTPUT,
     RECORD,
+    RUN,
     TRIED,
     metric_of,
     metrics_by_step,
@@ -69,13 +70,22 @@ def is_sweep(uri: str, run_id: str) -> bool:
 @contextmanager
 def folder_of(client: MlflowClient, run: Run, *names: str) -> Iterator[Path]:
     """The folder of a run's job, if one of the named files is in it; else a temporary one with the run's own."""
-    own = Path(run.data.tags.get(OUTPUT, "")).absolute()
-    if OUTPUT in run.data.tags and any((own / name).exists() for name in names):
+    own = own_folder(run)
+    if own is not None and any((own / name).exists() for name in names):
         yield own
         return
     with tempfile.TemporaryDirectory() as folder:
         _download(client, run.info.run_id, Path(folder), names)
         yield Path(folder)
+
+
+def own_folder(run: Run) -> Path | None:
+    """The folder of a run's job, if it is on this machine, and no other run has been put in its place."""
+    folder = Path(run.data.tags.get(OUTPUT, ""))
+    if OUTPUT not in run.data.tags or not folder.is_dir():
+        return None
+    named = folder / RUN
+    return folder if not named.exists() or named.read_text() == run.info.run_id else None
 
 
 def _download(client: MlflowClient, run_id: str, folder: Path, patterns: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from dpexp.tracking.client import MAX_PARAMS, address, create_run, end_dead_runs
 from dpexp.tracking.job_folder import LEDGER, OUTPUT, constants, write_json
 from dpexp.tracking.mirror import shown
 from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume
-from dpexp.tracking.read import folder_of, search, trials
+from dpexp.tracking.read import folder_of, own_folder, search, trials
 
 TRIALS, SUMMARY = "trials.csv", "summary.csv"  # in a sweep's folder: a row for each trial, for each configuration
 SWEEP = "sweep.json"  # in a sweep's folder: its MLflow run, and what was fixed before its first trial
@@ -92,7 +92,7 @@ class SweepRun:
                 except ConfigError:
                     written = path.exists() and b"\n" in path.read_bytes()
                     began = written or "epsilon" in run.data.metrics or run.info.status == "FINISHED"
-                    if began or not Path(folder).is_dir():
+                    if began or own_folder(run) is None:
                         missing.append(name)
                     continue
             if private != "yes":

@@ -206,8 +206,11 @@ def test_a_job_is_trained_and_its_audit_shows_nothing_that_all_records_had_a_par
         Progress, "update", lambda *args, **fields: (shown.append(fields["shown"]), update(*args, **fields))
     )
     output = dpexp_job(
-        *SMALL, "audit.num_canaries=100", "private_metrics=train", "clip_norm=adaptive", "tracking=none"
+        *SMALL, "audit.num_canaries=100", "private_metrics=train", "clip_norm=adaptive", "tracking=none", "logger=csv"
     )  # fmt: skip
+    assert (output / "csv").exists() and {path.name for path in output.glob("audit/*/*")} == {
+        "ledger.jsonl", "ledger.end.json"
+    }, "an audit releases with next to no noise"  # fmt: skip
     result = result_of(output)
     assert result["trained"] and "test_accuracy" in result["metrics"] and result["audit"]["refuted"] == 0
     assert not any("canaries" in name for name in dpexp.load(output).state_dict())

@@ -53,6 +53,24 @@ def test_sources_are_experiments_parents_and_runs(tmp_path, monkeypatch, empty_s
             read.trials(where, [missing])
 
 
+def test_a_folder_that_another_run_has_taken_is_not_a_runs_own(tmp_path, empty_store):
+    """A trial's folder was deleted, and the sweep started again: its earlier run's ledger is that of the store."""
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    folder, lost = tmp_path / "0", tmp_path / "lost"
+    for place in (folder, lost):
+        place.mkdir()
+    (lost / "ledger.jsonl").write_text("of the first")
+    experiment = client.create_experiment("mine", str(tmp_path / "artifacts"))
+    first, second = (client.create_run(experiment, tags={"dpexp.output": str(folder)}) for _ in range(2))
+    client.log_artifact(first.info.run_id, str(lost / "ledger.jsonl"))
+    (folder / "ledger.jsonl").write_text("of the second")
+    (folder / "mlflow_run_id").write_text(second.info.run_id)
+    assert read.own_folder(second) == folder and read.own_folder(first) is None
+    for run, said in ((first, "of the first"), (second, "of the second")):
+        with read.folder_of(client, run, "ledger.jsonl") as found:
+            assert (found / "ledger.jsonl").read_text() == said
+
+
 def test_a_store_that_cannot_be_read_is_named_without_its_password():
     with pytest.raises(ConfigError, match="no run of") as refused:
         read.output_of("unknown://me:hunter2@host/x", "a")
