@@ -90,7 +90,8 @@ class SweepRun:
                 try:
                     ledgers[run.info.run_id] = ledger_so_far(path)
                 except ConfigError:
-                    written = path.exists() and b"\n" in path.read_bytes()
+                    end = own / "ledger.end.json"  # of a ledger that was begun, and is lost
+                    written = end.exists() or (path.exists() and b"\n" in path.read_bytes())
                     began = written or "epsilon" in run.data.metrics or run.info.status == "FINISHED"
                     if began or own_folder(run) is None:
                         missing.append(name)

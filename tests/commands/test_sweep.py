@@ -356,6 +356,11 @@ def test_deleted_runs_count_and_damaged_or_lost_ledgers_are_reported(dpexp_job, 
     damaged.unlink()
     dpexp_job(*sweep)
     assert "are missing" not in store.note()
+    end = damaged.with_name("ledger.end.json")
+    end.write_text("{}")  # a ledger was begun, and is lost
+    dpexp_job(*sweep)
+    assert "the ledgers of killed are missing" in store.note()
+    end.unlink()
 
     for path in tmp_path.glob("outputs/m*/**/ledger.jsonl"):
         path.unlink()
