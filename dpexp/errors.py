@@ -1,7 +1,7 @@
 """Exceptions whose messages are sentences for the user, and checks of single values."""
 
 import inspect
-import math
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,9 @@ class Range(NamedTuple):
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # which an integer may exceed
 
 
 def is_count(value: object) -> TypeGuard[int]:

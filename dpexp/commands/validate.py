@@ -18,6 +18,7 @@ from dpexp.errors import ConfigError, exactly_one, made_from
 from dpexp.privacy.plan.options import Gaussian, Schedules, Target
 from dpexp.privacy.sampling.privacy_unit import Example, User
 from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN
+from dpexp.tracking.provenance import without_passwords
 
 Made = TypeVar("Made")
 OBJECTS = (
@@ -227,6 +228,8 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("data.shape", all(length >= 1 for length in cfg.data.shape or ()), "must hold integers of at least 1"),
         ("data.id", plain and (name is None or 0 < len(name) <= 250),
          "must be a name of 1 to 250 printable characters in Unicode's form NFC, without blanks at its ends"),
+        ("data.id", name is None or without_passwords(name) == name,
+         "has a password, which would be shown with each run; name the data without it"),
         ("data.person",
          cfg.data.person in (None, "row") or isinstance(privacy_unit_of(cfg), User) or not cfg.privacy.enabled,
          "identifies people, whose rows belong together; add privacy_unit=user, or give the word row"),

@@ -37,7 +37,6 @@ from dpexp.tracking.job_folder import (
     SENT,
     START,
     STATUS,
-    WITH,
     ended,
     exclusive,
     read_json,
@@ -161,12 +160,14 @@ class Mirror:
 
 
 def shown(name: str, value: float) -> float:
-    """A metric with as many digits as are looked at; what is claimed, as ε, is rounded up, a lower bound down."""
+    """A metric with as many digits as are looked at. What is claimed, as ε, is rounded up; lower bounds and z, down."""
     if not math.isfinite(value) or value == int(value):
         return value
-    if "epsilon" in name or name.removeprefix(WITH) in FIGURES:
+    if any(word in name for word in ("at_least", "lower_bound", "noise_multiplier")):
+        return float(down(value, _DIGITS))
+    if any(word.startswith(("epsilon", *FIGURES)) for word in name.split()):
         return float(up(value, _DIGITS))
-    return float(down(value, _DIGITS) if name.endswith("at_least") else f"{value:.{_DIGITS}g}")
+    return float(f"{value:.{_DIGITS}g}")
 
 
 def _version(path: Path) -> list[int]:
@@ -192,7 +193,7 @@ def mirrored(folder: Path, uri: str | None) -> str:
             f"the job in {folder} can be resumed, and {without_passwords(store.uri)} would not know of its rounds on "
             f"data.id={facts['spends']['data_id']} then; mirror it once it has ended, or delete its {CHECKPOINT}."
         )
-    if ":…@" in store.uri:
+    if "…" in store.uri:
         raise ConfigError(f"the password of {store.uri} is not kept; give uri=….")
     with exclusive(folder):
         client, experiment_id = open_store(store)

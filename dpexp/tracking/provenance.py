@@ -57,8 +57,10 @@ def valid_name(name: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Masks the passwords of addresses."""
-    return re.sub(r"(://[^/@:\s]*):[^@\s]*@", r"\1:…@", text)
+    """Masks the passwords of addresses: after a user's name, as a token in its place, and in a query."""
+    text = re.sub(r"(://[^/:\s]*):\S*@", r"\1:…@", text)
+    text = re.sub(r"(https?://)[^/:@\s]*@", r"\1:…@", text)
+    return re.sub(r"(?i)([?&][^=&\s]*(?:password|passwd|pwd|secret|token|key)[^=&\s]*=)[^&\s'\"]+", r"\1…", text)
 
 
 def one_line(error: BaseException) -> str:

@@ -350,6 +350,7 @@ EARLY = {
     "trainer.memory=least": "trainer.memory=least must be usual or low",
     "seed=-1": "seed=-1 must lie between",
     "diagnostics=loud": "diagnostics=loud is unknown; choose one of none, unsafe",
+    "data.id='postgresql://me:x@h/db'": "data.id='postgresql://me:x@h/db' has a password, which would be shown",
     "accountant=moments accountant.names=[gdp]": "accountant=gdp is gone: its ε was an approximation",
     "train=perhaps": "train=perhaps: ",
     "mechanism=by_group mechanism.by_group={conv:join}": "mechanism.by_group.conv=join must be one of joint, separate",

@@ -7,7 +7,8 @@ import pytest
 from torch import nn
 
 import dpexp
-from dpexp.accounting.sampling import Shuffle
+from dpexp.accounting.ledger import write_ledger
+from dpexp.accounting.sampling import Release, SamplingEvent, Shuffle
 from dpexp.errors import between, made_from
 
 SAMPLING = dpexp.Poisson(sampling_rate=0.1, steps=10)
@@ -19,6 +20,18 @@ class InOrder(Shuffle):
     def draw(self, size, stream):
         batch = round(self.q * size)
         return [list(range(k * batch, (k + 1) * batch)) for k in range(self.rounds_per_epoch)]
+
+
+class Every(dpexp.Poisson):
+    """All records in each round, which it says itself: Poisson's name would give it Poisson's amplification."""
+
+    def draw(self, size, stream):
+        return [list(range(size))]
+
+    @classmethod
+    def releases(cls, rounds, adjacency):
+        for _, z, count, _ in rounds:
+            yield Release(z), count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,31 @@ def test_a_policy_of_ones_own_is_accounted_as_the_one_that_it_is_derived_from():
     assert type(plan.sampling) is InOrder and plan.rounds == 8 and plan.adjacency == "replace_one"
     assert plan.sampling.draw(8, None) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert {type(round_.sampling.policy) for round_ in plan.ledger().rounds} == {Shuffle}
+
+
+def test_a_policy_that_says_what_its_rounds_cost_is_accounted_by_that(tmp_path):
+    costs = {}
+    for kind in (Every, dpexp.FullBatch):
+        given = {"sampling_rate": 0.01} if kind is Every else {}
+        plan = dpexp.make_plan(
+            nn.Linear(3, 2), n=1000, sampling=kind(steps=100, **given), target=dpexp.Target(noise_multiplier=2.0)
+        )
+        write_ledger(tmp_path / f"{kind.__name__}.jsonl", plan.ledger())
+        ledger = dpexp.read_ledger(tmp_path / f"{kind.__name__}.jsonl")
+        costs[kind] = dpexp.epsilon(plan.ledger(), 1e-5), dpexp.epsilon(ledger, 1e-5)
+        assert {type(round_.sampling.policy) for round_ in ledger.rounds} == {kind}
+    assert costs[Every] == costs[dpexp.FullBatch] and costs[Every][0] > 30
+    for name in ("covers", "releases", "written", "drawn_with", "rounds_apart"):
+        own = type("Mine", (dpexp.Poisson,), {name: getattr(dpexp.Poisson, name), "__module__": __name__})
+        assert own.name == f"{__name__}.Mine"
+    assert type("Mine", (dpexp.Poisson,), {"draw": None}).name == "poisson"
+
+
+@pytest.mark.parametrize("q", [3.0, 0.0, -0.5, math.nan, math.inf, 10**400])
+def test_a_rate_of_ones_own_policy_is_a_rate(q):
+    policy = type("Odd", (Every,), {"q": q})(sampling_rate=0.5, steps=1)
+    with pytest.raises(dpexp.ConfigError, match=r"the rate q=.* must lie in \(0, 1\]"):
+        SamplingEvent(policy, 10)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +127,8 @@ def test_objects_refuse_their_own_values(make, options, message):
 @pytest.mark.parametrize(
     "make, name, section",
     [
-        (dpexp.Shuffle, "sampling_rate", "sampling"), (dpexp.Poisson, "epochs", "sampling"),
-        (InOrder, "steps", "sampling"), (Own, "epochs", "sampling"),
+        (dpexp.Shuffle, "sampling_rate", "sampling"), (dpexp.Shuffle, "weight", "sampling"),
+        (dpexp.Poisson, "epochs", "sampling"), (InOrder, "steps", "sampling"), (Own, "epochs", "sampling"),
         (dpexp.TruncatedPoisson, "max_batch_size", "sampling"),
         (dpexp.Target, "epsilon", "privacy"), (dpexp.Microbatch, "size", "privacy_unit"),
         (dpexp.User, "max_examples", "privacy_unit"), (dpexp.LocalTraining, "lr", "privacy_unit.local_training"),

@@ -1,5 +1,6 @@
 """A run has what its job's folder has: while the job trains, which no server delays, and later."""
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from dpexp.tracking import mirror as module
 from dpexp.tracking import record
 from dpexp.tracking.client import open_store
 from dpexp.tracking.job_folder import read_json
-from dpexp.tracking.mirror import Mirror, created
+from dpexp.tracking.mirror import Mirror, created, shown
 from dpexp.tracking.record import Record
 
 
@@ -106,6 +107,21 @@ def test_no_metric_tells_how_long_a_round_took(job, monkeypatch):
         job.record.metrics({"a": 1.0, "b": 2.0}, step)
         job.mirror.push({})
     assert [point.timestamp for point in job.history("a")] == [1_000_000, 1_000_001, 1_000_002]
+
+
+@pytest.mark.parametrize("name, direction", [
+    ("epsilon", 1), ("epsilon_planned", 1), ("with mu", 1), ("with preprocessing pca mu", 1), ("with advantage", 1),
+    ("with tpr_at_fpr_0.01", 1), ("with audit mu_claimed", 1), ("tried advantage", 1), ("tried epsilon", 1),
+    ("with audit epsilon_of_attacked_rounds delta_1e-05", 1), ("with audit epsilon_lower_bound delta_1e-05", -1),
+    ("with audit mu_at_least", -1), ("with noise_multiplier", -1), ("tried noise_multiplier", -1), ("test_loss", 0),
+])  # fmt: skip
+def test_what_is_shown_of_a_bound_is_one(name, direction):
+    for k in range(1, 200):
+        value = 0.0173 * k**1.7
+        rounded = shown(name, value)
+        assert rounded == pytest.approx(value, rel=1e-4)
+        assert direction * rounded >= direction * value
+    assert shown(name, math.inf) == math.inf and shown(name, 12345678.0) == 12345678.0
 
 
 def test_what_a_server_missed_arrives_once_it_is_there_again(job):

@@ -61,6 +61,14 @@ def test_a_run_says_where_it_came_from_and_neither_its_data_nor_a_password_go_wi
     )
     text = "tracking.uri=postgresql://me:hunter2@db/x data.root=s3://a/b:c"
     assert without_passwords(text) == "tracking.uri=postgresql://me:…@db/x data.root=s3://a/b:c"
+    for address, masked in (
+        ("postgresql://me@corp:hunter2@db/x", "postgresql://me@corp:…@db/x"),
+        ("postgresql://me:hun@ter2@db/x", "postgresql://me:…@db/x"),
+        ("postgresql://db/x?user=me&password=hunter2&a=b", "postgresql://db/x?user=me&password=…&a=b"),
+        ("https://hunter2@host/x", "https://:…@host/x"),
+        ("http://host:5000/x ssh://git@host", "http://host:5000/x ssh://git@host"),
+    ):
+        assert without_passwords(address) == masked
     logged = [path for path in (tmp_path / "within" / "outputs" / "mlartifacts").rglob("*") if path.is_file()]
     assert "hunter2" not in str(found.to_dictionary()), "in an address of the repository or of data"
     assert {"config.yaml", "overrides.yaml"} <= {path.name for path in logged}

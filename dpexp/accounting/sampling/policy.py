@@ -12,9 +12,21 @@ from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
-from dpexp.errors import ConfigError, Count, Positive, Rate, check_ranges, exactly_one, made_from, positive_integer
+from dpexp.errors import (
+    ConfigError,
+    Count,
+    Positive,
+    Rate,
+    check_ranges,
+    exactly_one,
+    is_number,
+    made_from,
+    positive_integer,
+)
 
 MOST_ROUNDS = 2**31  # at a millisecond each, 25 days
+# What a policy says of its rounds' cost: a reader that rebuilds the policy from its name must find the same.
+ACCOUNTED = {"covers", "releases", "written", "drawn_with", "rounds_apart"}
 ALL_ACCOUNTANTS = ("pld", "rdp", "moments", "strong", "basic")
 
 
@@ -77,7 +89,8 @@ class Policy(ABC):
 
     Attributes:
         name: in ledgers. A class of your own inherits that of the policy whose samples have the same distribution, as
-            which it is accounted; or, with `covers` and `releases` of its own, it is called by its module and name.
+            which it is accounted. One that says anything else of what its rounds cost (see `ACCOUNTED`) is called by
+            its module and name, under which readers of the ledger find it.
         covers: for each adjacency that can be claimed, the default one first, the accountants that have a bound.
         why: why other adjacencies cannot be claimed.
         written: fields of the policy that are in ledgers, by their names there.
@@ -104,7 +117,8 @@ class Policy(ABC):
     has_schedules: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
-        if not hasattr(cls, "name"):
+        costs_as_parent = hasattr(cls, "name") and not ACCOUNTED & {*vars(cls)}
+        if "name" not in vars(cls) and not costs_as_parent:
             cls.name = f"{cls.__module__}.{cls.__qualname__}"
 
     def __post_init__(self) -> None:
@@ -235,6 +249,8 @@ class SamplingEvent:
                 f"sampling {self.policy.drawn_with}={self.first} must be a whole number of at least 0 for the policy "
                 f"{self.policy.name}."
             )
+        if not (is_number(self.q) and 0 < self.q <= 1):
+            raise ConfigError(f"the rate q={self.q} of the policy {self.policy.name} must lie in (0, 1].")
         self.policy.check(self.n)
 
     @property

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dpexp.accounting.sampling.fixed_size import FixedSize
 from dpexp.accounting.sampling.policy import ALL_ACCOUNTANTS, RandomNumbers, Release, Released, whole_batch
-from dpexp.errors import ConfigError, checks_arguments
+from dpexp.errors import ConfigError, Rate, checks_arguments
 
 
 @checks_arguments
@@ -19,7 +19,7 @@ class Shuffle(FixedSize):
     most expensive round without sampling.
     """
 
-    weight: float = field(default=1.0, compare=False, repr=False)  # below 1 of an epoch's last sample, by `at_round`
+    weight: Rate = field(default=1.0, compare=False, repr=False)  # below 1 of an epoch's last sample, by `at_round`
 
     name = "shuffle"
     covers: ClassVar = {"replace_one": ALL_ACCOUNTANTS, "replace_null": ALL_ACCOUNTANTS}
