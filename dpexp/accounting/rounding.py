@@ -1,4 +1,4 @@
-"""Rounding of what is claimed: a shortened claim must still hold."""
+"""How numbers are shown: a shortened claim must still hold."""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -16,3 +16,13 @@ def up(value: float, digits: int, rounding: str = ROUND_CEILING) -> str:
 def down(value: float, digits: int) -> str:
     """A lower bound, such as the ε that an audit found or what is left of a budget, rounded down."""
     return up(value, digits, ROUND_FLOOR)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things in words.
+
+    Example:
+        >>> counted(1, "run"), counted(3, "run")
+        ('1 run', '3 runs')
+    """
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"

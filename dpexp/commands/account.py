@@ -18,7 +18,7 @@ from dpexp.accounting.ledger.events import neighbours
 from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, runs_of_one_record, selection_epsilon
 from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import gaussian, in_words, risk
-from dpexp.accounting.rounding import up
+from dpexp.accounting.rounding import counted, up
 from dpexp.commands.command_line import is_option, read_options
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -200,7 +200,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
     given = kept.delta if cfg.delta is None and kept else cfg.delta
     at = delta_of(given, [cost.delta for cost in costs])
-    runs = f"{len(costs)} run{'s' * (len(costs) != 1)}"
+    runs = counted(len(costs), "run")
     console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(at, 4)}")
     for cost in costs:
         _print_run(cost, at, cfg.accountant)
@@ -251,21 +251,22 @@ def with_earlier(earlier: Sequence[Ledger | None], own: Ledger, delta: float) ->
     """ε of all runs on the same data together, in words; "" if there is no earlier one."""
     if not earlier:
         return ""
-    together = f"with {len(earlier)} earlier run{'s' * (len(earlier) > 1)} on these data"
+    together = f"with {counted(len(earlier), 'earlier run')} on these data"
     known = [ledger for ledger in earlier if ledger is not None]
     try:
         spent = up(max(epsilon(one, delta) for one in _together([*known, own])), 4)
-        lost = len(earlier) - len(known)
-        uncovered = f" ({lost} not covered: without privacy, or without a ledger)" if lost else ""
-        return f"{together}, ε = {spent}{uncovered}"
     except ConfigError:  # they have different adjacencies
         return f"{together} no single ε can be stated"
+    if lost := len(earlier) - len(known):
+        return f"{together}, ε = {spent} ({lost} not covered: without privacy, or without a ledger)"
+    return f"{together}, ε = {spent}"
 
 
 def releases_before_training(ledger: Ledger) -> str:
     """How many queries were answered once, to be read after the number of rounds; "" if none."""
-    once = len(ledger) - ledger.training_rounds
-    return f", {once} release{'s' * (once > 1)} before training" if once else ""
+    if once := len(ledger) - ledger.training_rounds:
+        return f", {counted(once, 'release')} before training"
+    return ""
 
 
 def _print_run(cost: Any, at: float, accountant: str) -> None:

@@ -15,7 +15,7 @@ from pandas import read_csv
 from yaml import YAMLError
 
 from dpexp.accounting.ledger import ledger_so_far
-from dpexp.accounting.rounding import up
+from dpexp.accounting.rounding import counted, up
 from dpexp.commands.account import console, with_earlier
 from dpexp.commands.command_line import config_file, is_option, read_options
 from dpexp.config import tracking_uri
@@ -71,7 +71,7 @@ def _write(cfg: Options, named: Sequence[Path], arguments: Sequence[str]) -> Non
     shown["means"] = [read_csv(path, dtype=str, keep_default_na=False) for path in summaries]
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     Path(cfg.out).write_text(template.render(shown))
-    console.print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {cfg.out}", markup=False)
+    console.print(f"{counted(len(runs), 'run')}: {cfg.out}", markup=False)
 
 
 def _kept(job: Path, name: str = "config") -> Path:

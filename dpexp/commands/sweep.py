@@ -187,6 +187,7 @@ class Sweep:
         self.parent = SweepRun(Tracking(**config.tracking), name, key, facts, self._output)
 
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
+        from dpexp.accounting.rounding import counted
         from dpexp.commands.account import cost_of_choice
         from dpexp.reporting import terminal
         from dpexp.reporting.comparisons import WHY, best_of_trials, described, summary
@@ -200,7 +201,7 @@ class Sweep:
         # Private selection is accounted for one winner, of all trials.
         apart = () if self.parent.facts.get("selects") else ("data", "cost")
         tops = {} if frame.empty else best_of_trials(frame, apart)
-        lines = [f"{len(frame)} trial{'s' * (len(frame) != 1)}, {len(frame) - len(failed)} finished."]
+        lines = [f"{counted(len(frame), 'trial')}, {len(frame) - len(failed)} finished."]
         lines += [f"{r['status']} {r['name']}: {r['error'] or 'no reason known'}" for _, r in failed.iterrows()]
         if len(failed):
             lines.append(f"What has not finished is done by the same command with hydra.sweep.dir={self._output}")

@@ -74,18 +74,22 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines = ["## Privacy", "", f"(ε, δ)-differentially private: {guarantee}.", "", f"In words: {words} {likewise}", ""]
     stages = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
     q = range_of((event.q for event in replace(plan, rounds=max(1, result["rounds"])).sampling_events()), 5)
-    coefficients = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
-    correlated = f"noise correlated over b = {len(plan.bands)} rounds, c = ({coefficients}), " if plan.bands[1:] else ""
-    schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
-    lines += [
-        (f"{result['rounds']} rounds" if plan.rounds else "No rounds; one release")
-        + f" with sampling {plan.sampling.name} at q = {q} of n = {plan.n} {plan.privacy_unit.plural}; "
-        + correlated
-        + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
-        + f"noise multiplier z = {range_of((now.noise_multiplier for now in stages), 4)}"
-        f"{schedule}."
-        + (f" Only training records of {plan.part} were used." if plan.part else ""), "",
-    ]  # fmt: skip
+    sampled = f"with sampling {plan.sampling.name} at q = {q} of n = {plan.n} {plan.privacy_unit.plural}"
+    said = []
+    if len(plan.bands) > 1:
+        shown = [f"{c:.4g}" for c in plan.bands[:8]]
+        if len(plan.bands) > len(shown):
+            shown.append("…")
+        said.append(f"noise correlated over b = {len(plan.bands)} rounds, c = ({', '.join(shown)})")
+    if plan.clip_rules:
+        said.append(f"clip {plan.clip_rules}")
+    said.append(f"noise multiplier z = {range_of((now.noise_multiplier for now in stages), 4)}")
+    if names.get("schedule"):
+        said.append(f"on the schedule {names['schedule']}")
+    lines.append(f"{result['rounds']} rounds {sampled}; {', '.join(said)}.")
+    if plan.part:
+        lines.append(f"Only training records of {plan.part} were used.")
+    lines.append("")
     if plan.groups:
         lines += ["| group | parameters | S_g | σ̃_g |", "|---|---|---|---|"]
     for group in plan.groups:
