@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -94,10 +95,13 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     return found | ({"mlflow.parentRunId": parent} if parent else {})
 
 
+_default_job = cache(compose)  # once for all trials of a process
+
+
 def _shown(given: Mapping[str, str]) -> dict[str, str]:
     """Those of a configuration's values that a run shows as parameters: where it is not the default job's; what the
     sweep varies; and what is looked at in any case. All are in config.yaml."""
-    default = _flat(values_of(compose()))
+    default = _flat(values_of(_default_job()))
     swept = _swept()
     return {
         key: value for key, value in given.items() if value != default.get(key) or key in swept or key in _ALWAYS_SHOWN

@@ -111,13 +111,13 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     about = facts(cfg, job.plan, job.accountants)
     with recorded(output, about, cfg.checkpoint.resume, _tracking(job, planned), lambda: stop.name) as (record, run):
         if job.plan is not None and not cfg.checkpoint.resume:
-            record.plan(job.plan)
+            record.add_plan(job.plan)
         result = _train(job, record, run, stop, others) if cfg.train else _planned_result(job)
         _write(result, output)  # an audit may fail
         refuted = _audit(job, result)
         result["mlflow_run_id"] = run.run_id if run else None
         _write(result, output)
-        record.result(result)
+        record.add_result(result)
         if not refuted:
             _write(result | {CONFIGURATION: config_hash(cfg)}, output)
         done = max(result["rounds"], job.privacy.rounds_done if job.privacy else 0)  # with those that are lost
@@ -330,7 +330,7 @@ def _train(
     except Exception as error:  # the result must not be lost
         warnings.warn(f"the model could not be kept: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     else:
-        record.model(about, result["rounds"], cfg.register)
+        record.add_model(about, result["rounds"], cfg.register)
     return result
 
 

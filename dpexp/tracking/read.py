@@ -80,7 +80,7 @@ def folder_of(client: MlflowClient, run: Run, *names: str) -> Iterator[Path]:
 
 
 def own_folder(run: Run) -> Path | None:
-    """The folder of a run's job, if it is on this machine, and no other run has been put in its place."""
+    """The folder of a run's job, if it is on this machine, and is not that of another run by now."""
     folder = Path(run.data.tags.get(OUTPUT, ""))
     if OUTPUT not in run.data.tags or not folder.is_dir():
         return None
@@ -206,8 +206,10 @@ def search(
 def _trial(client: MlflowClient, run: Run) -> dict[str, Any]:
     tags = run.data.tags
     with folder_of(client, run, RECORD, METRICS) as folder:
-        given, steps = read_json(folder / RECORD).get("configuration", {}), metrics_by_step(folder)
-    metrics = {name: value for values in steps.values() for name, value in values.items()}
+        # Without a record, as of an earlier version: what MLflow has.
+        given = read_json(folder / RECORD).get("configuration", run.data.params)
+        steps = metrics_by_step(folder)
+    metrics = {name: value for values in steps.values() for name, value in values.items()} or run.data.metrics
     knob = given.get("calibrate", "noise_multiplier")
     solved = any(name.startswith(TRIED) for name in metrics)
     return {

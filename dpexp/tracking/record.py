@@ -67,7 +67,7 @@ class Record:
         self.facts |= facts | {"files": [*self.facts["files"], *files], "tags": self.facts["tags"] | (tags or {})}
         write_json(self.folder / RECORD, self.facts)
 
-    def plan(self, plan: PrivacyPlan) -> None:
+    def add_plan(self, plan: PrivacyPlan) -> None:
         """Writes the plan, its figures, and what calibration tried."""
         z = plan.noise_multiplier
         described = asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}
@@ -84,7 +84,7 @@ class Record:
         planned = epsilon(plan.ledger(), self.facts["delta"], self.facts["accountants"][0])
         self.metrics({"epsilon_planned": planned} | constants(figures), 0)
 
-    def result(self, result: Mapping[str, Any]) -> None:
+    def add_result(self, result: Mapping[str, Any]) -> None:
         """Writes the final figures of `result.json`."""
         spent = result.get("epsilon", {})
         # That of the first accountant is the metric `epsilon`, or `epsilon_planned`.
@@ -98,16 +98,16 @@ class Record:
         self.metrics(values | constants(found), result["rounds"])
         self.add("result.json", "audit.png", "released.png", *(f"{name}.png" for name in released))
 
-    def model(self, tags: Mapping[str, str], rounds: int, register: str | None) -> None:
-        """Names the model's files; it is to be registered under a name, if there is one."""
+    def add_model(self, tags: Mapping[str, str], rounds: int, register: str | None) -> None:
+        """Adds the model's files; `register`: the name in the registry under which it becomes a version, or None."""
         self.add(
             "weights.safetensors", "card.md", "adapter", "generated.txt", "mlflow_model",
             tags={"mlflow.note.content": card_of(self.folder)},
             model={"rounds": rounds, "tags": dict(tags), "name": register},
         )  # fmt: skip
 
-    def ledger(self) -> None:
-        """Draws the ledger up to the last release, however the job ended."""
+    def add_figure(self) -> None:
+        """Draws ε by round up to the last release, however the job ended."""
         try:
             ledger = ledger_so_far(self.folder / LEDGER)
         except ConfigError:  # missing or damaged; the job's own error says so
@@ -184,7 +184,7 @@ def recorded(
             raise
         finally:
             try:
-                record.ledger()
+                record.add_figure()
             finally:
                 said = record.end(status, reason)
                 if run:

@@ -53,6 +53,16 @@ def test_sources_are_experiments_parents_and_runs(tmp_path, monkeypatch, empty_s
             read.trials(where, [missing])
 
 
+def test_a_run_of_an_earlier_version_has_no_record(tmp_path, empty_store):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    run_id = client.create_run(client.create_experiment("mine", str(tmp_path))).info.run_id
+    client.log_param(run_id, "optimizer.lr", "0.1")
+    client.log_metric(run_id, "test_accuracy", 0.5)
+    (row,) = read.trials(uri, ["mine"]).to_dict("records")
+    assert json.loads(row["configuration"]) == {"optimizer.lr": "0.1"} and row["test_accuracy"] == 0.5
+
+
 def test_a_folder_that_another_run_has_taken_is_not_a_runs_own(tmp_path, empty_store):
     """A trial's folder was deleted, and the sweep started again: its earlier run's ledger is that of the store."""
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
