@@ -55,8 +55,10 @@ class Data:
     length: int | None = None
     text: str | None = None
     prompt: str | None = None
+    messages: str | None = None
+    chat_template: str | None = None
     user: str | None = None
-    prompts: list[str] | None = None
+    prompts: list[Any] | None = None
     features_of: Any = None
     cache: str = "${cwd:}/outputs/features"
     module: dict[str, Any] = MISSING

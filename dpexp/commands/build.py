@@ -31,6 +31,8 @@ from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.training.classifier import Classifier, noisy_learning_rate
 from dpexp.training.data.features import Features, as_map
+from dpexp.training.data.hugging_face import is_hugging_face
+from dpexp.training.data.raw import files_of
 from dpexp.training.language import LanguageModel, is_causal
 from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
 
@@ -156,7 +158,7 @@ def check_files(cfg: DictConfig) -> None:
     module = cfg.data.module
     if module._target_.startswith("dpexp.") and "test_path" in module:  # else a path may be a name on the hub
         for key in ("path", "test_path"):
-            if module[key] is not None and not Path(module[key]).expanduser().exists():
+            if module[key] is not None and not (files_of(module[key]) or is_hugging_face(module[key])):
                 raise ConfigError(f"data.{key}={module[key]} cannot be read: No such file or directory.")
 
 

@@ -281,5 +281,5 @@ def test_a_folder_whose_classes_hugging_face_would_take_from_private_files_is_re
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (2, 2)).save(tmp_path / name)
     data = HuggingFace(str(tmp_path), ["cat", "dog"], [1, 2, 2], "image", "label")
-    with pytest.raises(ConfigError, match=r"of kind imagefolder.*give data=images"):
+    with pytest.raises(ConfigError, match=r"of kind imagefolder.*data=images"):
         data.train  # noqa: B018

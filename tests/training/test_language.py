@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 
+import datasets
 import mlflow
 import pandas as pd
 import pytest
@@ -136,6 +137,127 @@ def test_only_the_text_after_a_prompt_has_a_loss(folder):
     assert not documents("train.jsonl", prompt="missing").train.usable.any()
     with pytest.raises(ConfigError, match=r"no column missing, which data\.prompt names"):
         documents(test="train.jsonl", prompt="missing").test.usable.any()
+
+
+CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
+
+
+def turns(*said):
+    """A conversation that the user begins."""
+    return [{"role": ("user", "assistant")[k % 2], "content": content} for k, content in enumerate(said)]
+
+
+def write_rows(path, rows):
+    with open(path, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def words_of(item):
+    """The words that are read, and those with a loss."""
+    kept = {"input_ids": item["input_ids"][item["attention_mask"].bool()], "labels": item["labels"]}
+    return [[["<end>", "<unknown>", *WORDS][k] for k in ids.tolist() if k != -100] for ids in kept.values()]
+
+
+@pytest.mark.parametrize(
+    "row, read, with_loss",
+    [
+        ({"text": "c d", "kind": "a", "number": 3}, "a b <unknown> c d <end>", "c d <end>"),
+        ({"text": "c d", "kind": "a", "number": 3.0}, "a b <unknown> c d <end>", "c d <end>"),
+        ({"text": "c d", "kind": " ", "number": 3}, None, None),
+        ({"text": "c d", "kind": ["a"], "number": 3}, None, None),
+        ({"text": "c d", "kind": "a"}, None, None),
+        ({"text": 3, "kind": "a", "number": 3}, None, None),
+        ({"text": "c d", "kind": "a " * 20, "number": 3}, None, None),
+    ],
+)
+def test_a_prompt_is_filled_with_fields(folder, row, read, with_loss):
+    write_rows("train.jsonl", [row])
+    data = documents("train.jsonl", prompt="{kind} b {number}").train
+    assert data.usable.tolist() == [read is not None]
+    if read is not None:
+        assert words_of(data[0]) == [read.split(), with_loss.split()]
+
+
+@pytest.mark.parametrize(
+    "said, read, with_loss",
+    [
+        (turns("b c", "d e"), "<unknown> b c a d e", "d e"),
+        (turns("b", "c", "d", "e"), "<unknown> b a c <unknown> d a e", "e"),
+        (turns("b c"), None, None),
+        (turns("b c", ""), None, None),
+        (turns("b c", 3), None, None),
+        ("b c", None, None),
+        ([{"role": "assistant"}], None, None),
+        ([3], None, None),
+        (None, None, None),
+    ],
+)
+def test_the_assistants_last_turn_has_a_loss(folder, said, read, with_loss):
+    (folder / "chat.jinja").write_text(CHAT)
+    write_rows("train.jsonl", [{"talk": said}])
+    data = documents("train.jsonl", messages="talk", chat_template="chat.jinja").train
+    assert data.usable.tolist() == [read is not None]
+    if read is not None:
+        assert words_of(data[0]) == [read.split(), with_loss.split()]
+
+
+def test_a_template_that_rewrites_earlier_turns_leaves_no_text(folder):
+    (folder / "chat.jinja").write_text("{{ messages | length }} " + CHAT)
+    write_rows("train.jsonl", [{"talk": turns("b", "c")}])
+    data = documents("train.jsonl", messages="talk", chat_template="chat.jinja").train
+    assert not data.usable.any()
+
+
+def test_conversations_train_the_tokenizers_template_and_predict_answers(folder, dpexp_job):
+    tokenizer_with(eos_token="<end>", chat_template=CHAT).save_pretrained("tiny")
+    for name, count in (("train.jsonl", 60), ("test.jsonl", 20)):
+        write_rows(name, [{"talk": turns(WORDS[k % 4], "cat")} for k in range(count)])
+    output = dpexp_job(
+        *JOB, "data.path=train.jsonl", "data.test_path=test.jsonl", "data.messages=talk", "data.prompts=[b]",
+        "privacy.enabled=false", "sampling.expected_batch_size=20", "sampling.epochs=20", "optimizer.lr=0.1",
+    )  # fmt: skip
+    assert (output / "generated.txt").read_text().startswith("b → cat")
+    write_rows("new.jsonl", [{"talk": turns("c")}])
+    dpexp_job("predict", str(output), "new.jsonl", "out=found.jsonl.csv")
+    assert "cat" in (folder / "found.jsonl.csv").read_text().splitlines()[1]
+
+
+def test_several_files_and_data_sets_of_hugging_face_hold_the_same_records(folder):
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    write_rows("part-1.jsonl", rows[:7])
+    write_rows("part-2.jsonl", rows[7:])
+    kinds = datasets.ClassLabel(names=["cat", "other"])
+    saved = datasets.Dataset.from_list(rows).cast_column("kind", kinds)
+    datasets.DatasetDict({"train": saved, "test": saved.select([0, 1])}).save_to_disk("saved")
+    whole = documents("train.jsonl", user="who").train
+    for path in ("part-*.jsonl", "saved"):
+        found = documents(path, path, user="who")
+        assert torch.equal(found.train.ids, whole.ids) and found.train.user_of == whole.user_of
+    assert len(found.test) == 2
+    labelled = [LabelledTexts(path, "test.jsonl", "tiny", LENGTH, "kind", ["cat", "other"], user="who").train
+                for path in ("train.jsonl", "saved")]  # fmt: skip
+    assert labelled[0].labels == labelled[1].labels and labelled[0].user_of == labelled[1].user_of == whole.user_of
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"prompt": "{"}, "data.prompt={ is no text with fields such as {label}"),
+        ({"prompt": "{}"}, "data.prompt={}: braces must hold the name of a field"),
+        ({"prompt": "{kind:5}"}, "data.prompt={kind:5}: braces must hold the name of a field"),
+        ({"prompt": "kind", "messages": "talk"}, "data.prompt=kind and data.messages=talk: choose one"),
+        ({"messages": "talk"}, "data.chat_template=null: the model's tokenizer has no chat template"),
+        ({"messages": "talk", "chat_template": "none"}, "data.chat_template=none cannot be used: [Errno 2]"),
+        ({"messages": "talk", "chat_template": "bad.jinja"}, "data.chat_template=bad.jinja cannot be used"),
+        ({"messages": "talk", "unit": "block"}, "data.messages with data.unit=block: a block may lack its prompt"),
+        ({"unit": "packed"}, "data.unit=packed is unknown; choose one of document, block, and privacy_unit=user for"),
+        ({"prompt": "{kind}{who}", "prompts": ["a"]}, "data.prompts: a must have the fields kind, who"),
+    ],
+)
+def test_prompts_and_conversations_that_cannot_be_used_are_refused(folder, options, sentence):
+    (folder / "bad.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):
+        documents("train.jsonl", "test.jsonl", **options).example()
 
 
 def test_the_loss_is_that_of_the_texts_tokens(folder):
@@ -347,7 +469,7 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
         (("data.length=33",), None, "data.length=33 must lie between 2 and the 32 tokens"),
         (("data.n=???",), None, "data.n must be given"),
         (("model.name=./nowhere",), None, "model.name=./nowhere is neither a folder nor a name on the hub"),
-        (("data.path=tiny",), None, "data.path=tiny cannot be read"),
+        (("data.path=tiny",), None, "data.path=tiny is a data set of kind json"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_sentence_before_any_release(folder, dpexp_job, overrides, content, sentence):

@@ -6,7 +6,7 @@ contributes nothing. In the test set, which is public, an unknown label is refus
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError, RecordError, positive_integer
 from dpexp.training.classifier import scores_of
+from dpexp.training.data.prompts import Conversation, FilledPrompt, Row, TextAlone, text_in
 from dpexp.training.data.raw import RawData, check_columns, codes_of, in_part, rows_of, text_of, texts_of, with_name
 from dpexp.training.language import IGNORED, max_positions, tokenizer_of
 from dpexp.training.pretrained import save_adapter
@@ -32,6 +33,8 @@ class Tokens(Dataset):
         texts: token ids of each text.
         labels: the class of each text, IGNORED if unknown; None: the tokens are the labels, IGNORED where padded.
         prompts: how many tokens each text begins with that have no loss; None: none.
+        whole: how many tokens each text had before it was cut; None: none was.
+        source_of: the record of each text; None: each has one.
 
     Attributes:
         usable: bool [N], of each text; an item of others raises a RecordError.
@@ -45,12 +48,15 @@ class Tokens(Dataset):
         pad: int,
         labels: list[int] | None = None,
         prompts: list[int] | None = None,
+        whole: list[int] | None = None,
+        source_of: list[int] | None = None,
     ) -> None:
         self.ids = torch.full((len(texts), length), pad, dtype=torch.int32)
         for row, text in zip(self.ids, texts, strict=True):
             row[: len(text)] = torch.tensor(text, dtype=torch.int32)
         self.sizes, self.labels = [len(text) for text in texts], labels
-        self.prompts = prompts or [0] * len(texts)
+        self.prompts, self.whole = prompts or [0] * len(texts), whole or self.sizes
+        self.source_of = source_of or [*range(len(texts))]
         predicts_first = labels is not None  # which a causal model does not
         least = [max(size, 0 if predicts_first else 1) for size in self.prompts]
         self.usable = torch.tensor(self.sizes) > torch.tensor(least)
@@ -79,30 +85,46 @@ class _Texts(RawData):
     """Training and test texts in files, and a tokenizer that was not made from them.
 
     Args:
-        path, test_path: a text file (documents are separated by blank lines), or .jsonl, .csv or .parquet.
+        path, test_path: a text file (documents are separated by blank lines), .jsonl, .csv or .parquet, a pattern of
+            several, or a data set in Hugging Face's format (see `rows_of`).
         tokenizer: a local folder, or a name on the hub.
         length: tokens of an example; shorter ones are padded.
         text: the field with the text.
+        user: the field with a record's user, for `user_of`; privacy_unit: the name of its class.
+        part: {column, low, high}: only training records with a hash of this field in the range are used (`in_part`).
     """
 
     batch_size = 16
     _text: str
+    _fields: dict[str, str]  # those of each record, with the options that name them
 
-    def __init__(self, path: str, test_path: str, tokenizer: str, length: int, text: str) -> None:
+    def __init__(
+        self, path: str, test_path: str, tokenizer: str, length: int, text: str, user: str | None, privacy_unit: str,
+        part: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        if privacy_unit == "dpexp.User" and user is None:
+            raise ConfigError("data.user=null: privacy_unit=user needs the name of the field with each record's user.")
         self._path, self._test_path, self._text = path, test_path, text_of(text)
-        self._fields = {self._text: "data.text"}
         most, self.length = max_positions(tokenizer), positive_integer("data.length", length)
         if length < 2 or (most is not None and length > most):
             raise ConfigError(f"data.length={length} must lie between 2 and the {most} tokens that the model can take.")
         self._tokenizer = tokenizer_of(tokenizer)
+        self._user, self._part = text_of(user), with_name(part)
 
     def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.test, min(self.batch_size, _TESTED_AT_ONCE))
 
     @cached_property
     def train(self) -> Tokens:
-        return self._encoded(rows_of("data.path", self._path, self._text, self._fields))
+        named = self._fields | ({self._user: "data.user"} if self._user else {})
+        named |= {self._part["column"]: "data.part.column"} if self._part else {}
+        rows = in_part(f"data.path={self._path}", rows_of("data.path", self._path, self._text, named), self._part)
+        data = self._encoded(rows)
+        if self._user:
+            codes = codes_of(texts_of(rows[self._user]))
+            data.user_of = codes[data.source_of].tolist()  # type: ignore[attr-defined]
+        return data
 
     @cached_property
     def test(self) -> Tokens:
@@ -112,31 +134,30 @@ class _Texts(RawData):
     def _encoded(self, rows: DataFrame) -> Tokens:
         """The examples of these records."""
 
+    @abstractmethod
+    def _has_text(self, row: Row) -> bool:
+        """Whether a record has what an example is made from."""
+
     def _test_rows(self) -> DataFrame:
         """The test records that have a text."""
         rows = rows_of("data.test_path", self._test_path, self._text)
         check_columns(f"data.test_path={self._test_path}", rows, self._fields)
-        has_text = [bool(text) for text in self._texts(rows, self._text)]
+        has_text = [self._has_text(row) for row in records_of(rows, self._fields)]
         if not any(has_text):
-            raise ConfigError(f"data.test_path={self._test_path} has no record with a text in {self._text}.")
+            field = next(iter(self._fields))
+            raise ConfigError(f"data.test_path={self._test_path} has no record with a text in {field}.")
         return rows[has_text]
 
-    def _texts(self, rows: DataFrame, of: str) -> list[str]:
-        """Each record's text in a field; "" if it is not a text."""
-        values = [value if isinstance(value, str) and value.strip() else "" for value in rows[of]]
-        return [value.encode("utf-8", "replace").decode() for value in values]  # half of a surrogate pair is no text
-
-    def _ids(self, rows: DataFrame, field: str, length: int | None = None, special: bool = True) -> list[list[int]]:
-        """The tokens of each record's text in a field, cut at `length`; of a record without a text, none.
+    def _ids(self, texts: Sequence[str], length: int | None = None, special: bool = True) -> list[list[int]]:
+        """The tokens of each text, cut at `length`; of an empty one, none.
 
         Args:
             special: with those that a tokenizer puts around a text.
         """
-        check_columns("data", rows, {field: self._fields[field]})
-        texts = self._texts(rows, field)
         encoded = self._tokenizer(
-            texts or [""], truncation=length is not None, max_length=length, add_special_tokens=special, verbose=False
-        )
+            [*texts] or [""], truncation=length is not None, max_length=length, add_special_tokens=special,
+            verbose=False,
+        )  # fmt: skip
         return [ids if text else [] for ids, text in zip(encoded["input_ids"], texts, strict=False)]
 
     def save(self, model: nn.Module, folder: Path, card: str) -> None:
@@ -146,45 +167,56 @@ class _Texts(RawData):
             (folder / "adapter" / "README.md").write_text(card)
 
 
+def records_of(rows: DataFrame, fields: Iterable[str]) -> list[dict[Any, Any]]:
+    """The records with these fields alone, one by one."""
+    return rows[[*fields]].to_dict("records")
+
+
 class Documents(_Texts):
     """Documents for a causal language model, which `python -m dpexp predict` lets continue texts.
 
-    With prompts, an example is a prompt and its text, and only the text's tokens have a loss.
+    With prompts, or as conversations, only the text after the prompt has a loss (see `dpexp.training.data.prompts`).
 
     Args:
         unit: what an example is: a `document`, of which the first `length` tokens are used; or a `block` of `length`
             tokens, of which a document has several.
-        prompt: the field with a text's prompt; None: there is none.
-        user: the field with a document's user, for `user_of`.
-        prompts: public texts that the trained model continues, in generated.txt.
-        privacy_unit: the name of its class; adjacency: of the job.
-        part: {column, low, high}: only training records with a hash of this field in the range are used (`in_part`).
+        prompt: the field with a text's prompt, or a prompt with fields, "Section {label}:"; None: there is none.
+        messages: the field with a conversation, in place of `text` and `prompt`.
+        chat_template: a file with the template of a conversation; None: the tokenizer's.
+        prompts: public prompts that the trained model continues, in generated.txt.
+        adjacency: of the job.
+        others: of every kind of texts.
     """
 
     def __init__(
         self, path: str, test_path: str, tokenizer: str, length: int, text: str = "text", unit: str = "document",
-        prompt: str | None = None, user: str | None = None, prompts: Sequence[str] = (),
-        privacy_unit: str = "dpexp.Example", adjacency: str | None = None, part: Mapping[str, Any] | None = None,
+        prompt: str | None = None, messages: str | None = None, chat_template: str | None = None,
+        user: str | None = None, prompts: Sequence[Any] = (), privacy_unit: str = "dpexp.Example",
+        adjacency: str | None = None, part: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if unit not in ("document", "block"):
             raise ConfigError(
-                f"data.unit={unit} is unknown; choose one of document, block, and privacy_unit=user for users."
+                f"data.unit={unit} is unknown; choose one of document, block, and privacy_unit=user for users. Several "
+                "texts are never packed into one example: ε would protect what was packed, not a text."
             )
-        if prompt is not None and unit == "block":
-            raise ConfigError("data.prompt with data.unit=block: a block may lack its prompt; set data.unit=document.")
-        if privacy_unit == "dpexp.User" and user is None:
-            raise ConfigError("data.user=null: privacy_unit=user needs the name of the field with each record's user.")
+        if prompt is not None and messages is not None:
+            raise ConfigError(f"data.prompt={prompt} and data.messages={messages}: choose one.")
+        if unit == "block" and (prompt or messages):
+            option = "data.prompt" if prompt else "data.messages"
+            raise ConfigError(f"{option} with data.unit=block: a block may lack its prompt; set data.unit=document.")
         self._one_block = unit == "block" and privacy_unit != "dpexp.User"
         if self._one_block and adjacency not in ("replace_one", "replace_null"):
             raise ConfigError(
                 f"data.unit=block with privacy.adjacency={adjacency}: neighbours differ by one block replaced in "
                 "place; set privacy.adjacency=replace_one or replace_null; or data.unit=document."
             )
-        super().__init__(path, test_path, tokenizer, length, text)
-        self._unit, self._prompts, self._part = unit, list(prompts), with_name(part)
-        self._user, self._prompt = text_of(user), text_of(prompt)
-        if self._prompt:
-            self._fields[self._prompt] = "data.prompt"
+        super().__init__(path, test_path, tokenizer, length, text, user, privacy_unit, part)
+        self._unit, self._prompts = unit, list(prompts)
+        if messages is not None:
+            self.form: TextAlone = Conversation(text_of(messages), self._tokenizer, chat_template)
+        else:
+            self.form = FilledPrompt(self._text, prompt) if prompt else TextAlone(self._text)
+        self._fields = self.form.fields
 
     @cached_property
     def train(self) -> Tokens:
@@ -193,60 +225,80 @@ class Documents(_Texts):
                 f"data.unit=block: ε protects a block of {self.length} tokens, replaced in place; a document of several"
                 " blocks is not protected as a whole, and nor is a person."
             )
-        named = self._fields | ({self._user: "data.user"} if self._user else {})
-        named |= {self._part["column"]: "data.part.column"} if self._part else {}
-        rows = in_part(f"data.path={self._path}", rows_of("data.path", self._path, self._text, named), self._part)
-        data = self._encoded(rows)
-        if self._user:
-            codes = codes_of(texts_of(rows[self._user]))
-            data.user_of = codes[self._sources].tolist()  # type: ignore[attr-defined]
-        return data
+        return super().train
+
+    def _has_text(self, row: Row) -> bool:
+        return bool(self.form.parts(row)[1])
 
     def _encoded(self, rows: DataFrame) -> Tokens:
-        end, length = self._tokenizer.eos_token_id, self.length
-        encoded = self._ids(rows, self._text, special=self._prompt is None)
-        texts = [ids + [end] * (bool(ids) and end is not None and ids[-1] != end) for ids in encoded]
-        if self._prompt:
-            return self._prompted(self._ids(rows, self._prompt), texts)
+        check_columns("data", rows, self._fields)
+        length, pad = self.length, self._tokenizer.pad_token_id
+        parts = [self.form.parts(row) for row in records_of(rows, self._fields)]
+        prompts = [prompt for prompt, _ in parts]
+        texts = self._ids([text for _, text in parts], special=type(self.form) is TextAlone)
+        if self.form.adds_special:
+            texts = [*map(self._with_end, texts)]
+        if type(self.form) is not TextAlone:
+            begins = self._ids(prompts, special=self.form.adds_special)
+            whole = [[*begin, *text] for begin, text in zip(begins, texts, strict=True)]
+            # A record without a prompt, or whose prompt leaves its text no room, has no token with a loss.
+            sizes = [len(begin) or length for begin in begins]
+            return Tokens([ids[:length] for ids in whole], length, pad, prompts=sizes, whole=[*map(len, whole)])
         # The last block of a text may be shorter, but has a token to predict.
         starts = [range(0, max(1, len(text) - 1) if self._unit == "block" else 1, length) for text in texts]
         cut = [[text[k : k + length] for k in some] for text, some in zip(texts, starts, strict=True)]
-        self._sources = [k for k, parts in enumerate(cut) for _ in parts]
-        return Tokens([part for parts in cut for part in parts], length, self._tokenizer.pad_token_id)
+        sources = [k for k, blocks in enumerate(cut) for _ in blocks]
+        whole_sizes = [*map(len, texts)] if self._unit == "document" else None
+        return Tokens([block for blocks in cut for block in blocks], length, pad, whole=whole_sizes, source_of=sources)
 
-    def _prompted(self, prompts: list[list[int]], texts: list[list[int]]) -> Tokens:
-        """Each prompt and its text; one without a prompt, or whose prompt leaves its text no room, is not used."""
-        self._sources = [*range(len(texts))]
-        whole = [(prompt + text)[: self.length] for prompt, text in zip(prompts, texts, strict=True)]
-        sizes = [len(prompt) or self.length for prompt in prompts]
-        return Tokens(whole, self.length, self._tokenizer.pad_token_id, prompts=sizes)
+    def _with_end(self, ids: list[int]) -> list[int]:
+        """A text's tokens and its end; no tokens stay none."""
+        end = self._tokenizer.eos_token_id
+        return [*ids, end] if ids and end is not None and ids[-1] != end else ids
+
+    def prompt_ids(self, inputs: DataFrame) -> list[list[int]]:
+        """The tokens of each prompt to continue; of an empty one, the token that begins a text."""
+        check_columns("data", inputs, {name: self._fields[name] for name in self.form.asked})
+        prompts = [self.form.prompt(row) for row in records_of(inputs, self.form.asked)]
+        ids = [one or [self._tokenizer.eos_token_id] for one in self._ids(prompts, special=self.form.adds_special)]
+        if (most := max(map(len, ids), default=0)) >= self.length:
+            raise ConfigError(f"data: a text of {most} tokens leaves none of data.length={self.length} to continue it.")
+        return ids
 
     def encode(self, inputs: DataFrame) -> list[Tensor]:
         """The tokens [1, T] of each text to continue."""
-        ids = [one or [self._tokenizer.eos_token_id] for one in self._ids(inputs, self._prompt or self._text)]
-        if (most := max(map(len, ids), default=0)) >= self.length:
-            raise ConfigError(f"data: a text of {most} tokens leaves none of data.length={self.length} to continue it.")
-        return [torch.tensor([one]) for one in ids]
+        return [torch.tensor([ids]) for ids in self.prompt_ids(inputs)]
+
+    def continued(self, model: Any, prompts: Sequence[list[int]], **options: Any) -> list[str]:
+        """What the model writes after each prompt's tokens, at once, up to `length` tokens or the end of text.
+
+        Args:
+            options: of `generate` of transformers, such as do_sample and temperature.
+        """
+        longest = max(map(len, prompts))
+        pad = self._tokenizer.pad_token_id
+        # On the left, so that all go on at one place.
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.no_grad():
+            whole = model.generate(
+                ids.to(model.device), attention_mask=mask.to(model.device), max_length=self.length, pad_token_id=pad,
+                **options,
+            )  # fmt: skip
+        return self._tokenizer.batch_decode(whole[:, longest:], skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def predictions(self, model: Any, inputs: DataFrame) -> DataFrame:
         """A column `continuation`: the likeliest token, again and again, up to `length` tokens or the end of text."""
-        pad, found = self._tokenizer.pad_token_id, []
-        for ids in self.encode(inputs):
-            with torch.no_grad():
-                whole = model.generate(
-                    ids.to(model.device), attention_mask=torch.ones_like(ids), max_length=self.length, do_sample=False,
-                    pad_token_id=pad,
-                )  # fmt: skip
-            found.append(self._tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+        found = [self.continued(model, [ids], do_sample=False)[0] for ids in self.prompt_ids(inputs)]
         return DataFrame({"continuation": found}, index=inputs.index)
 
     def example(self) -> DataFrame:
-        return DataFrame({self._prompt or self._text: self._prompts[:2] or ["a"]})
+        return DataFrame([self.form.input_of(prompt) for prompt in self._prompts[:2] or ["a"]])
 
     def save(self, model: nn.Module, folder: Path, card: str) -> None:
         super().save(model, folder, card)
-        prompts = DataFrame({self._prompt or self._text: self._prompts})
-        lines = self._prompts and self.predictions(model, prompts)["continuation"]
+        inputs = DataFrame([self.form.input_of(prompt) for prompt in self._prompts], columns=self.form.asked)
+        lines = self._prompts and self.predictions(model, inputs)["continuation"]
         text = "\n\n".join(f"{prompt} → {line}" for prompt, line in zip(self._prompts, lines, strict=True))
         (folder / "generated.txt").write_text(text + "\n")
 
@@ -257,18 +309,20 @@ class LabelledTexts(_Texts):
     Args:
         label: the field with the class.
         class_names: the public names of the classes, in order.
+        others: of every kind of texts.
     """
 
     def __init__(
         self, path: str, test_path: str, tokenizer: str, length: int, label: str, class_names: Sequence[Any],
-        text: str = "text",
+        text: str = "text", user: str | None = None, privacy_unit: str = "dpexp.Example",
+        part: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(path, test_path, tokenizer, length, text)
+        super().__init__(path, test_path, tokenizer, length, text, user, privacy_unit, part)
         self.class_names = [text_of(name) for name in class_names]
         if len({*self.class_names}) < max(2, len(self.class_names)):
             raise ConfigError(f"data.class_names={class_names} must be at least two different names of classes.")
         self._label = text_of(label)
-        self._fields[self._label] = "data.label"
+        self._fields = {self._text: "data.text", self._label: "data.label"}
 
     @cached_property
     def test(self) -> Tokens:
@@ -280,10 +334,16 @@ class LabelledTexts(_Texts):
             )
         return data
 
+    def _has_text(self, row: Row) -> bool:
+        return bool(text_in(row[self._text]))
+
     def _encoded(self, rows: DataFrame) -> Tokens:
+        check_columns("data", rows, self._fields)
         code = {name: k for k, name in enumerate(self.class_names or ())}
         labels = [code.get(label, IGNORED) for label in texts_of(rows[self._label])]
-        return Tokens(self._ids(rows, self._text, self.length), self.length, self._tokenizer.pad_token_id, labels)
+        texts = [*map(text_in, rows[self._text])]
+        whole = [*map(len, self._ids(texts))]
+        return Tokens(self._ids(texts, self.length), self.length, self._tokenizer.pad_token_id, labels, whole=whole)
 
     def encode(self, inputs: DataFrame) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` [N, length] of the first tokens of each text."""

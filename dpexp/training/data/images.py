@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError, in_one_line
 from dpexp.rows import PlacedRows
+from dpexp.training.data.hugging_face import split_of
 from dpexp.training.data.raw import RawData, check_columns, text_of
 
-_WITH_TYPES = ("arrow", "parquet")  # kinds of data sets whose files name the types of their columns
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _UNUSABLE = "data: a record cannot be read, or is of no known class."
 
@@ -192,32 +192,3 @@ def class_names(*source: str | None) -> list[str]:
         class_folders("data.path", source[0])
         return sorted({text_of(folder.name) for folder in class_folders("data.test_path", source[1])})
     return getattr(split_of(*source).features[source[-1]], "names", [])
-
-
-@cache
-def split_of(path: str | None, subset: str | None, split: str, *columns: str | None) -> Any:
-    """Some columns of a split of a data set in Hugging Face's format."""
-    if None in (path, *columns):
-        raise ConfigError("data.path, data.input and data.label must be given: a data set, and two of its columns.")
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError("data=huggingface needs pip install 'dpexp[huggingface]'.") from error
-    datasets.disable_progress_bars()
-    folder = Path(os.path.expanduser(str(path)))
-    try:
-        if (folder / "dataset_dict.json").exists():
-            return datasets.load_from_disk(str(folder))[split].select_columns(columns)
-        kind = datasets.load_dataset_builder(path, subset).name
-        if kind not in _WITH_TYPES:
-            raise ConfigError(
-                f"data.path={path} is a data set of kind {kind}, of which Hugging Face would take classes and columns "
-                "from private rows; give data=images a folder of images, or save it with its features by save_to_disk."
-            )
-        return datasets.load_dataset(path, subset)[split].select_columns(columns)
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = in_one_line(error)[:200]
-        wanted = " and ".join(map(str, columns))
-        raise ConfigError(f"data.path={path}, split {split}: {wanted} cannot be read: {reason}.") from error

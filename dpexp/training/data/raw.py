@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from glob import glob
 from io import StringIO
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,7 @@ from unicodedata import normalize
 
 import numpy as np
 import torch
-from pandas import NA, ArrowDtype, DataFrame, Series, factorize
+from pandas import NA, ArrowDtype, DataFrame, Series, concat, factorize
 from pandas.io.common import get_handle
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, Subset
 from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError, in_one_line
 from dpexp.training.classifier import scores_of
+from dpexp.training.data.hugging_face import is_hugging_face, split_of
 
 _ARRAYS = (".npy", ".npz", ".pt")  # files of numbers
 _BATCH = 1000  # inputs that a model predicts for at once
@@ -123,7 +125,8 @@ class RawData(InMemory):
 
 def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, str] | None = None) -> DataFrame:
     """The rows of a file in UTF-8: of Parquet, of lines of JSON (.jsonl or .json), or of CSV, in which every
-    value is a text.
+    value is a text; of all files that a pattern such as texts/*.jsonl matches, by name; or of the split train, or test,
+    of a data set in Hugging Face's format: a folder, or a name on the hub.
 
     Private rows stay in their places, whatever they hold: a line that is blank, no object, or has more or fewer fields
     than the header is a row without any value. Of public rows, blank lines are left out.
@@ -138,17 +141,13 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
         ConfigError: the file cannot be read so, or private rows lack a column.
     """
     file = Path(os.path.expanduser(path))
-    kinds = {suffix.lower() for suffix in file.suffixes}
     try:
-        if ".parquet" in kinds:
-            rows = _parquet(f"{key}={path}", file)
-        elif kinds & {".jsonl", ".json"}:
-            rows = _json(file, named)
-        elif text is None or ".csv" in kinds:
-            rows = _csv(f"{key}={path}", file, named is None)
+        if is_hugging_face(path):
+            split = "test" if key == "data.test_path" else "train"
+            rows = _of_hugging_face(split_of(path, None, split, *(named or ())))
         else:
-            texts = re.split(r"\n(?:[ \t]*\n)+", content_of(file, "replace", has_header=False).replace("\r\n", "\n"))
-            rows = DataFrame({text: [one.strip() for one in texts if one.strip(" \t\n")]}, dtype=object)
+            parts = [_rows_of_file(f"{key}={path}", one, text, named) for one in files_of(path) or [file]]
+            rows = parts[0] if len(parts) == 1 else concat(parts, ignore_index=True)
         check_columns(f"{key}={path}", rows, named or {})
         return rows
     except ConfigError:
@@ -158,6 +157,35 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
     except Exception as error:  # each compression has its own
         reason = getattr(error, "strerror", None) or in_one_line(error)[:200]
         raise ConfigError(f"{key}={path} cannot be read: {reason}.") from error
+
+
+def files_of(path: str) -> list[Path]:
+    """A file or folder; or those that match a pattern, by name."""
+    file = Path(os.path.expanduser(path))
+    return [file] if file.exists() else [Path(found) for found in sorted(glob(str(file)))]
+
+
+def _rows_of_file(where: str, file: Path, text: str | None, named: Mapping[str, str] | None) -> DataFrame:
+    kinds = {suffix.lower() for suffix in file.suffixes}
+    if ".parquet" in kinds:
+        return _parquet(where, file)
+    if kinds & {".jsonl", ".json"}:
+        return _json(file, named)
+    if text is None or ".csv" in kinds:
+        return _csv(where, file, named is None)
+    texts = re.split(r"\n(?:[ \t]*\n)+", content_of(file, "replace", has_header=False).replace("\r\n", "\n"))
+    return DataFrame({text: [one.strip() for one in texts if one.strip(" \t\n")]}, dtype=object)
+
+
+def _of_hugging_face(split: Any) -> DataFrame:
+    """The rows of a split; a class is given by its name."""
+    columns = {}
+    for name, feature in split.features.items():
+        values = [*split[name]]
+        if names := getattr(feature, "names", None):
+            values = [None if k is None or not 0 <= k < len(names) else names[k] for k in values]
+        columns[text_of(name)] = Series(values, dtype=object)
+    return DataFrame(columns)
 
 
 def _parquet(where: str, file: Path) -> DataFrame:
