@@ -46,6 +46,7 @@ FUNCTIONS = {
     "mirror": "dpexp.commands.mirror",
     "predict": "dpexp.commands.saved_jobs",
     "report": "dpexp.commands.report",
+    "sample": "dpexp.commands.sample",
     "schema": "dpexp.commands.table_schema",
     "verify": "dpexp.commands.certificate",
     "version": "dpexp.commands.versions",

@@ -92,6 +92,18 @@ RUN is the folder of a job or a sweep, or the MLflow run id of one. Options:
 
 RUN is a job's folder, or the MLflow run id of a job of this machine. Options:
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    "sample": """\
+`python -m dpexp sample RUN [FILE]` lets a trained language model write synthetic texts, which cost no further ε.
+
+RUN is a job's folder or an MLflow run id, of data=documents. FILE has public prompts, never training records: a table
+with the fields of data.prompt, such as labels, and with count=… perhaps a column `share`, of the samples. Options:
+    count=…             how many texts, for prompts drawn by their shares; default: one for each prompt
+    temperature=1       lower: likelier words
+    top_p=1             each word is one of the likeliest that together have this probability
+    out=samples.jsonl   where the texts go, as records that can be trained on
+    batch=32            texts that are written at once
+    seed=0              of the draws
+    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
     "schema": """\
 `python -m dpexp schema data.path=FILE` writes the schema of a table for data=csv: a YAML file of public facts.
 

@@ -58,13 +58,13 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
     Raises:
         ConfigError: there is no such run, or it saved no model.
     """
-    with _located(run, uri) as folder:
-        saved = _Saved(folder)
+    with located(run, uri) as folder:
+        saved = Saved(folder)
         saved.restore()
     return saved.model
 
 
-class _Saved:
+class Saved:
     """A job's folder with a trained model, which MLflow serves by `predict`."""
 
     def __init__(self, folder: Path) -> None:
@@ -109,14 +109,14 @@ class _Saved:
         return scores.to(torch.promote_types(scores.dtype, torch.float32)).numpy()
 
 
-def _load_pyfunc(path: str) -> _Saved:
+def _load_pyfunc(path: str) -> Saved:
     """Called by MLflow: this module is the loader of such a model."""
-    saved = _Saved(Path(path))
+    saved = Saved(Path(path))
     saved.restore()
     return saved
 
 
-def _run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
+def run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
     """The run and the options of a command line `RUN key=value …`; `known`: the keys of the options."""
     options = dict(argument.split("=", 1) for argument in arguments if is_option(argument))
     runs = [argument for argument in arguments if not is_option(argument)]
@@ -131,7 +131,7 @@ def _run_and_options(command: str, arguments: Sequence[str], known: Collection[s
 
 
 @contextmanager
-def _located(run: str | Path, uri: str | None) -> Iterator[Path]:
+def located(run: str | Path, uri: str | None) -> Iterator[Path]:
     """A folder with the configuration and the weights of a run."""
     path = Path(run)
     if path.is_dir():
@@ -178,9 +178,9 @@ def bare(module: pl.LightningModule) -> nn.Module:
 
 def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     """Prints and returns the metrics of the test set."""
-    run, options = _run_and_options("evaluate", arguments, ["uri"])
-    with _located(run, options.get("uri")) as folder:
-        saved = _Saved(folder)
+    run, options = run_and_options("evaluate", arguments, ["uri"])
+    with located(run, options.get("uri")) as folder:
+        saved = Saved(folder)
         saved.restore()
     try:
         data = data_of(saved.cfg)
@@ -196,12 +196,12 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
 
 def predict(arguments: Sequence[str]) -> DataFrame:
     """Writes and returns the predictions, one row per input."""
-    run, options = _run_and_options("predict", arguments, ["data", "out", "uri"])
+    run, options = run_and_options("predict", arguments, ["data", "out", "uri"])
     if "data" not in options:
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
     path, out = Path(os.path.expanduser(options["data"])), options.get("out", "predictions.csv")
-    with _located(run, options.get("uri")) as folder:
-        saved = _Saved(folder)
+    with located(run, options.get("uri")) as folder:
+        saved = Saved(folder)
         x: Any = _inputs(path, saved.cfg) if saved.data is None else saved.data.read_inputs(path)
         saved.restore()
     try:
@@ -319,7 +319,7 @@ def _test_inputs(data: pl.LightningDataModule) -> Iterator[Tensor]:
 
 def resume(arguments: Sequence[str]) -> list[str]:
     """Goes to the folder that the interrupted job of RUN was started in; the arguments of the job that continues it."""
-    run, options = _run_and_options("resume", arguments, ["uri"])
+    run, options = run_and_options("resume", arguments, ["uri"])
     folder = Path(run)
     if not folder.is_dir():
         from dpexp.tracking.read import output_of

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
+from dpexp.commands.sample import sample
 from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError, RecordError
 from dpexp.training.data.documents import Documents, LabelledTexts
@@ -258,6 +259,78 @@ def test_prompts_and_conversations_that_cannot_be_used_are_refused(folder, optio
     (folder / "bad.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):
         documents("train.jsonl", "test.jsonl", **options).example()
+
+
+def write_labels(path, **columns):
+    pd.DataFrame(columns).to_csv(path, index=False)
+
+
+def test_samples_are_records_of_the_labels_asked_for(folder, dpexp_job, capsys):
+    for name, count in (("train.jsonl", 60), ("test.jsonl", 20)):
+        write_rows(name, [{"kind": "ab"[k % 2], "text": "cat cat" if k % 2 else "d"} for k in range(count)])
+    options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt='{kind} c'", "data.prompts=[]")
+    job = dpexp_job(
+        *JOB, *options, "privacy.enabled=false", "sampling.expected_batch_size=30", "sampling.epochs=20",
+        "optimizer.lr=0.1", "tracking=none",
+    )  # fmt: skip
+    write_labels("labels.csv", kind=["a", "b", "c"], share=[1, 3, 0])
+    found = sample([str(job), "labels.csv", "count=80", "batch=32", "temperature=0.3"])
+    assert "The model is not private, and nor are they" in capsys.readouterr().out
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == found and len(found) == 80
+    assert {*found[0]} == {"kind", "text"} and {record["kind"] for record in found} == {"a", "b"}
+    assert 48 <= sum(record["kind"] == "b" for record in found) <= 70  # 60 of 80 are expected
+    right = sum(record["text"] == {"a": "d", "b": "cat cat"}[record["kind"]] for record in found)
+    assert right > 72
+    assert sample([str(job), "labels.csv", "count=80", "batch=32", "temperature=0.3"]) == found
+    trained_on = documents("samples.jsonl", "samples.jsonl", prompt="{kind} c").train
+    assert trained_on.usable.all() and len(trained_on) == 80
+
+
+def test_the_likeliest_words_are_what_predict_continues_with(folder, dpexp_job, capsys):
+    """Of prompts of several lengths, and as many at once as may be."""
+    job = dpexp_job(*JOB, "fine_tuning=lora", "sampling.expected_batch_size=30", "optimizer.lr=0.05", "tracking=none")
+    write_labels("some.csv", text=["a", "c d e f", "b c", "k l m"])
+    alone = predict([str(job), "some.csv"])
+    found = sample([str(job), "some.csv", "temperature=0.0001"])
+    assert {record["text"] for record in found} == {*(alone["text"] + alone["continuation"])}
+    assert "They cost no ε of their own: with the model, they are (ε = 7.9" in capsys.readouterr().out
+    assert len(sample([str(job), "count=5"])) == 5
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ((), "sample needs FILE, public prompts with the fields kind, who"),
+        (("train.jsonl",), "sample: train.jsonl holds the training records, and a prompt must be public"),
+        (("some.csv",), "data has no column kind, which data.prompt names"),
+        (("half.csv",), "data: row 1 has no prompt: kind, who must be there"),
+        (("empty.csv",), "sample: empty.csv holds no prompt"),
+        (("shares.csv", "count=3"), "sample: each share in shares.csv must be a finite number of at least 0"),
+        (("labels.csv", "count=0"), "sample.count=0 must be an integer of at least 1"),
+        (("labels.csv", "temperature=0"), "sample.temperature=0 must be a finite number above 0"),
+        (("labels.csv", "top_p=warm"), "sample.top_p=warm must lie in (0, 1]"),
+        (("labels.csv", "seed=-1"), "sample.seed=-1 must lie in [0, "),
+        (("labels.csv", "lenght=3"), "sample: lenght is unknown; known: data, uri, count, temperature, top_p"),
+        (("labels.csv", "out=none/samples.jsonl"), "out=none/samples.jsonl cannot be written (No such file"),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused(prompted, arguments, sentence):
+    with pytest.raises(SystemExit, match=rf"^dpexp: {re.escape(sentence)}"):
+        prompted("sample", "job", *arguments)
+
+
+@pytest.fixture
+def prompted(folder, dpexp_job):
+    """A trained job on prompts of two fields, in the folder `job`."""
+    options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt='{kind} {who}'", "data.prompts=[]")
+    dpexp_job(*JOB, *ONE_ROUND, "sampling=full_batch", *options, "hydra.run.dir=job")
+    write_labels("labels.csv", kind=["a", "b"], who=["c", "d"])
+    write_labels("shares.csv", kind=["a", "b"], who=["c", "d"], share=[1, -1])
+    write_labels("half.csv", kind=["a", None], who=["c", "d"])
+    write_labels("some.csv", who=["c", "d"])
+    write_labels("empty.csv", kind=[], who=[])
+    return dpexp_job
 
 
 def test_the_loss_is_that_of_the_texts_tokens(folder):

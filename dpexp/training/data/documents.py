@@ -257,10 +257,15 @@ class Documents(_Texts):
         return [*ids, end] if ids and end is not None and ids[-1] != end else ids
 
     def prompt_ids(self, inputs: DataFrame) -> list[list[int]]:
-        """The tokens of each prompt to continue; of an empty one, the token that begins a text."""
+        """The tokens of each prompt to continue; of an empty one, the special tokens that a text begins with, or else
+        the one at its end."""
         check_columns("data", inputs, {name: self._fields[name] for name in self.form.asked})
         prompts = [self.form.prompt(row) for row in records_of(inputs, self.form.asked)]
-        ids = [one or [self._tokenizer.eos_token_id] for one in self._ids(prompts, special=self.form.adds_special)]
+        if not self.form.asks_nothing and "" in prompts:
+            missing = prompts.index("")
+            raise ConfigError(f"data: row {missing} has no prompt: {', '.join(self.form.asked)} must be there.")
+        start = self._tokenizer("")["input_ids"] or [self._tokenizer.eos_token_id]
+        ids = [one or start for one in self._ids(prompts, special=self.form.adds_special)]
         if (most := max(map(len, ids), default=0)) >= self.length:
             raise ConfigError(f"data: a text of {most} tokens leaves none of data.length={self.length} to continue it.")
         return ids
@@ -273,19 +278,18 @@ class Documents(_Texts):
         """What the model writes after each prompt's tokens, at once, up to `length` tokens or the end of text.
 
         Args:
+            prompts: of one length, so that none is padded.
             options: of `generate` of transformers, such as do_sample and temperature.
         """
-        longest = max(map(len, prompts))
-        pad = self._tokenizer.pad_token_id
-        # On the left, so that all go on at one place.
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ids = torch.tensor(prompts, device=model.device)
         with torch.no_grad():
             whole = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), max_length=self.length, pad_token_id=pad,
-                **options,
+                ids, attention_mask=torch.ones_like(ids), max_length=self.length,
+                pad_token_id=self._tokenizer.pad_token_id, **options,
             )  # fmt: skip
-        return self._tokenizer.batch_decode(whole[:, longest:], skip_special_tokens=True)  # type: ignore[no-any-return]
+        return self._tokenizer.batch_decode(  # type: ignore[no-any-return]
+            whole[:, ids.shape[1] :], skip_special_tokens=True
+        )
 
     def predictions(self, model: Any, inputs: DataFrame) -> DataFrame:
         """A column `continuation`: the likeliest token, again and again, up to `length` tokens or the end of text."""

@@ -25,6 +25,7 @@ class TextAlone:
     """
 
     adds_special = True
+    asks_nothing = True  # a text may begin with nothing
 
     def __init__(self, text: str) -> None:
         self._text, self.fields, self.asked = text, {text: "data.text"}, [text]
@@ -45,6 +46,10 @@ class TextAlone:
             raise ConfigError(f"data.prompts: {prompt} must have the fields {', '.join(self.asked)}.")
         return {self.asked[0]: prompt}
 
+    def record_of(self, row: Row, text: str) -> dict[str, Any]:
+        """The record whose prompt is that of an input, and which goes on as the model wrote."""
+        return {self._text: self.prompt(row) + text}
+
 
 class FilledPrompt(TextAlone):
     """A prompt such as "A review of {product}:", filled with a record's fields; or a field that holds it.
@@ -55,6 +60,8 @@ class FilledPrompt(TextAlone):
     Raises:
         ConfigError: the prompt is no format of fields by name.
     """
+
+    asks_nothing = False
 
     def __init__(self, text: str, prompt: str) -> None:
         super().__init__(text)
@@ -81,6 +88,9 @@ class FilledPrompt(TextAlone):
         prompt = self.prompt(row)
         return prompt, text_in(row[self._text]) if prompt else ""
 
+    def record_of(self, row: Row, text: str) -> dict[str, Any]:
+        return {name: row[name] for name in self.asked} | {self._text: text.strip()}
+
 
 class Conversation(TextAlone):
     """Turns [{role: user, content: …}, …], by the tokenizer's chat template or one of your own; the last turn, of the
@@ -96,6 +106,7 @@ class Conversation(TextAlone):
     """
 
     adds_special = False  # the template writes them
+    asks_nothing = False
 
     def __init__(self, field: str, tokenizer: Any, template: str | None) -> None:
         self.fields, self.asked, self._tokenizer, self._template = {field: "data.messages"}, [field], tokenizer, None
@@ -124,6 +135,9 @@ class Conversation(TextAlone):
         prompt, whole = self._tried(turns[:-1], True), self._tried(turns, False)
         # Some templates change earlier turns by what follows.
         return (prompt, whole.removeprefix(prompt)) if prompt and whole.startswith(prompt) else ("", "")
+
+    def record_of(self, row: Row, text: str) -> dict[str, Any]:
+        return {self.asked[0]: [*row[self.asked[0]], {"role": "assistant", "content": text.strip()}]}
 
     def _tried(self, turns: Any, asks: bool) -> str:
         try:
