@@ -270,8 +270,8 @@ def test_samples_are_records_of_the_labels_asked_for(folder, dpexp_job, capsys):
         write_rows(name, [{"kind": "ab"[k % 2], "text": "cat cat" if k % 2 else "d"} for k in range(count)])
     options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt='{kind} c'", "data.prompts=[]")
     job = dpexp_job(
-        *JOB, *options, "privacy.enabled=false", "sampling.expected_batch_size=30", "sampling.epochs=20",
-        "optimizer.lr=0.1", "tracking=none",
+        *JOB, *options, "privacy.enabled=false", "sampling.expected_batch_size=30", "sampling.epochs=60", "fine_tuning=all",
+        "optimizer.lr=0.03", "tracking=none",
     )  # fmt: skip
     write_labels("labels.csv", kind=["a", "b", "c"], share=[1, 3, 0])
     found = sample([str(job), "labels.csv", "count=80", "batch=32", "temperature=0.3"])
