@@ -13,9 +13,15 @@ from dpexp.training.classifier import Classifier
 IGNORED = -100  # label that has no loss
 
 
-def causal_lm(name: str) -> nn.Module:
-    """A causal language model in float32, with the weights of `name`."""
-    model: Any = _from_pretrained("AutoModelForCausalLM", name, dtype=torch.float32)
+def causal_lm(name: str, dtype: str = "float32") -> nn.Module:
+    """A causal language model with the weights of `name`, in float32 or bfloat16; adapters are in float32 either way.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the dtype is another.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"model.dtype={dtype} is unknown; choose float32 or bfloat16.")
+    model: Any = _from_pretrained("AutoModelForCausalLM", name, dtype=getattr(torch, dtype))
     model.loss_type = "ForCausalLM"  # transformers warns if it has to guess this
     return model  # type: ignore[no-any-return]
 

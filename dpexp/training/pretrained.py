@@ -199,6 +199,9 @@ class Lora:
             fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in adapted),
         )  # fmt: skip
         inject_adapter_in_model(config, model)
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:  # peft gives them the dtype of the weights, and bfloat16 loses small steps
+                parameter.data = parameter.data.float()
         return _train_only(model, lambda name: name in head or ".lora_" in name)
 
     def _adapts(self, name: str, layer: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import PeftModel
-from reference import engine_of, sums_of
+from reference import engine_of, norm_of, relative_error, rows_of, sums_apart, sums_of
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -270,7 +270,8 @@ def test_samples_are_records_of_the_labels_asked_for(folder, dpexp_job, capsys):
         write_rows(name, [{"kind": "ab"[k % 2], "text": "cat cat" if k % 2 else "d"} for k in range(count)])
     options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt='{kind} c'", "data.prompts=[]")
     job = dpexp_job(
-        *JOB, *options, "privacy.enabled=false", "sampling.expected_batch_size=30", "sampling.epochs=60", "fine_tuning=all",
+        *JOB, *options, "privacy.enabled=false", "sampling.expected_batch_size=30", "sampling.epochs=60",
+        "fine_tuning=all",
         "optimizer.lr=0.03", "tracking=none",
     )  # fmt: skip
     write_labels("labels.csv", kind=["a", "b", "c"], share=[1, 3, 0])
@@ -457,6 +458,44 @@ def test_the_step_of_gpt2_is_traced(folder):
     assert engine.step.mode == "traced"
 
 
+def test_frozen_weights_in_bfloat16_have_adapters_in_float32(folder, dpexp_job):
+    options = ("model.dtype=bfloat16", "sampling.expected_batch_size=30", "optimizer.lr=0.05", "tracking=none")
+    job = dpexp_job(*JOB, *options, "sampling.epochs=10", "privacy.epsilon=100", "data.prompts=[a b]")
+    model = dpexp.load(job)
+    kinds = {(".lora_" in name, parameter.dtype) for name, parameter in model.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    metrics = json.loads((job / "result.json").read_text())["metrics"]
+    before = perplexity(causal_lm("tiny"), documents().test)
+    assert metrics["test_perplexity"] < 0.9 * before
+    base = AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.bfloat16)
+    adapted, tokens = PeftModel.from_pretrained(base, job / "adapter").eval(), torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        assert torch.equal(adapted(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_record_moves_the_adapters_sum_by_at_most_s_in_either_dtype(folder, dtype):
+    torch.manual_seed(0)
+    model = Lora(rank=2, head=False)(causal_lm("tiny", dtype))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    module = LanguageModel(model)
+    batch = default_collate([documents().train[k] for k in range(6)])
+
+    def loss_of(own, record):
+        return own.loss_and_scores(record)[0]
+
+    S, engine = 0.1, engine_of(module, S=0.1)
+    found = sums_of(engine, loss_of, batch)
+    assert engine.step.mode == "traced" and {value.dtype for value in found.values()} == {torch.float32}
+    assert relative_error(found, sums_apart(engine, loss_of, batch)) < {"float32": 1e-5, "bfloat16": 0.02}[dtype]
+    for k in range(6):
+        others = sums_of(engine, loss_of, rows_of(batch, [j for j in range(6) if j != k]))
+        alone = sums_of(engine, loss_of, rows_of(batch, [k]))
+        assert 0.01 * S < norm_of(alone) <= S and norm_of(found, without=others) <= S * (1 + 1e-6)
+
+
 def write_prompts():
     pd.DataFrame({"text": ["a b", "d e f"], "id": [7, 8]}).to_csv("prompts.csv", index=False)
 
@@ -539,6 +578,7 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
         (("privacy_unit=user", "data.users=20"), None, "data.user=null: privacy_unit=user needs the name of the field"),
         (("data.unit=line",), None, "data.unit=line is unknown; choose one of document, block"),
         (("data.unit=block",), None, "data.unit=block with privacy.adjacency=None: neighbours differ by one block"),
+        (("model.dtype=float16",), None, "model.dtype=float16 is unknown; choose float32 or bfloat16"),
         (("data.length=33",), None, "data.length=33 must lie between 2 and the 32 tokens"),
         (("data.n=???",), None, "data.n must be given"),
         (("model.name=./nowhere",), None, "model.name=./nowhere is neither a folder nor a name on the hub"),
