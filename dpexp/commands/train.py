@@ -48,6 +48,7 @@ from dpexp.tracking.job_folder import (
 from dpexp.tracking.provenance import without_passwords
 from dpexp.tracking.record import MetricsLogger, Record, Run, recorded
 from dpexp.training.callbacks import Stop
+from dpexp.training.data.documents import Texts
 from dpexp.training.pretrained import reserve_disk_space
 
 
@@ -240,6 +241,8 @@ def _notes(job: Job) -> Iterator[str]:
         person = cfg.data.person if cfg.data.person not in (None, "row") else None
         whom = f"all rows with one {person}" if person else f"a {plan.privacy_unit}"
         yield f"ε protects {escape(whom)} of {escape(cfg.data.path)}; test records are not protected."
+    if plan is not None and isinstance(job.data, Texts):
+        yield job.data.in_words(plan.sampling.q * cfg.data.n)
     if cfg.privacy.noise_seed is not None:
         yield "[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]"
     if cfg.diagnostics == "unsafe":

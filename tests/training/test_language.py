@@ -496,6 +496,14 @@ def test_a_record_moves_the_adapters_sum_by_at_most_s_in_either_dtype(folder, dt
         assert 0.01 * S < norm_of(alone) <= S and norm_of(found, without=others) <= S * (1 + 1e-6)
 
 
+def test_the_plan_says_how_long_test_texts_are_and_how_many_are_cut(folder, dpexp_job, capsys):
+    asked("test.jsonl", [("a", "b c"), ("a", "b " * 20), ("a b c", "d")])  # 4, 22 and 5 tokens, with the end
+    options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt=ask", "train=false", "tracking=none")
+    dpexp_job(*JOB, *options, "sampling.expected_batch_size=30")
+    said = "Test texts have 10.3 tokens on average, at most 22; data.length=12 cuts 1 of 3. A round has about 210 tokens"
+    assert said in capsys.readouterr().out
+
+
 def write_prompts():
     pd.DataFrame({"text": ["a b", "d e f"], "id": [7, 8]}).to_csv("prompts.csv", index=False)
 

@@ -81,7 +81,7 @@ class Tokens(Dataset):
 _TESTED_AT_ONCE = 16  # texts, for each of whose tokens a model gives a score to each word that it knows
 
 
-class _Texts(RawData):
+class Texts(RawData):
     """Training and test texts in files, and a tokenizer that was not made from them.
 
     Args:
@@ -111,6 +111,20 @@ class _Texts(RawData):
             raise ConfigError(f"data.length={length} must lie between 2 and the {most} tokens that the model can take.")
         self._tokenizer = tokenizer_of(tokenizer)
         self._user, self._part = text_of(user), with_name(part)
+
+    def in_words(self, examples: float) -> str:
+        """How long the test texts are, which are public, how many of them the length cuts, and the tokens of a round.
+
+        Args:
+            examples: those of a round, on average.
+        """
+        sizes = torch.tensor(self.test.whole, dtype=torch.float64)
+        cut, mean = int((sizes > self.length).sum()), float(sizes.mean())
+        read = float(sizes.clamp(max=self.length).mean())
+        return (
+            f"Test texts have {mean:.3g} tokens on average, at most {int(sizes.max())}; data.length={self.length} cuts "
+            f"{cut} of {len(sizes)}. A round has about {examples * read:.3g} tokens."
+        )
 
     def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.test, min(self.batch_size, _TESTED_AT_ONCE))
@@ -172,7 +186,7 @@ def records_of(rows: DataFrame, fields: Iterable[str]) -> list[dict[Any, Any]]:
     return rows[[*fields]].to_dict("records")
 
 
-class Documents(_Texts):
+class Documents(Texts):
     """Documents for a causal language model, which `python -m dpexp predict` lets continue texts.
 
     With prompts, or as conversations, only the text after the prompt has a loss (see `dpexp.training.data.prompts`).
@@ -307,7 +321,7 @@ class Documents(_Texts):
         (folder / "generated.txt").write_text(text + "\n")
 
 
-class LabelledTexts(_Texts):
+class LabelledTexts(Texts):
     """Texts with a class each, for a classifier.
 
     Args:
