@@ -123,7 +123,7 @@ class Texts(RawData):
         read = float(sizes.clamp(max=self.length).mean())
         return (
             f"Test texts have {mean:.3g} tokens on average, at most {int(sizes.max())}; data.length={self.length} cuts "
-            f"{cut} of {len(sizes)}. A round has about {examples * read:.3g} tokens."
+            f"{cut} of {len(sizes)}. A round has about {round(examples * read, -1):,.0f} tokens."
         )
 
     def test_dataloader(self) -> DataLoader[Any]:
