@@ -6,7 +6,10 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any
 
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import neighbours
+from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.wording import RECALL, before_training, guarantee_in_words, measured, range_of
@@ -66,6 +69,18 @@ def card(
         f"python -m dpexp evaluate {quote(load)}", f"python -m dpexp predict {quote(load)} {file}", "```", "",
         f"One input: {one_input}.", "",
     ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def privacy_section(ledger: Ledger, plan: PrivacyPlan, rounds: int, delta: float, accountant: str) -> str:
+    """The card's section on privacy, of a training without `result.json`."""
+    result = {
+        "rounds": rounds, "epsilon": {accountant: epsilon(ledger, delta, accountant)}, "delta": delta,
+        "risk": risk(ledger, accountant).figures(), "adjacency": plan.adjacency, "unit": str(plan.privacy_unit),
+    }  # fmt: skip
+    lines = _guarantee({}, result, plan)
+    if ledger.not_private_reason:
+        lines[2] = f"**Not private**: {ledger.not_private_reason}."
     return "\n".join(lines)
 
 

@@ -1,0 +1,118 @@
+"""Scripts of transformers' and TRL's tutorials, made private by the lines of docs/from_others.md."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from pages import DOCS, blocks
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Trainer,
+)
+from trl import SFTConfig
+
+import dpexp
+from dpexp.integrations.trl import PrivateSFTTrainer
+
+SCRIPTS = Path(__file__).parent / "tutorials"
+DIFFS = dict(blocks(DOCS / "from_others.md", "diff"))
+WORDS = [*"abcdefghijklmno", "cat"]
+N = 80
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <end> ' }}{% endfor %}"
+
+
+def words(i, count):
+    return " ".join(WORDS[(i + k) % 16] for k in range(count))
+
+
+def messages(i):
+    return [{"role": "user", "content": words(i, 2)}, {"role": "assistant", "content": words(i + 2, 1 + i % 2)}]
+
+
+ROWS = {
+    "sequence_classification.py": lambda i: {"text": words(i, 5 + i % 3), "label": i % 2},
+    "language_modeling.py": lambda i: {"answers": [words(i, 5), words(i, 2)]},
+    "sft_adapters.py": lambda i: {"prompt": words(i, 2 + i % 2), "completion": f" {words(i + 2, 2)}"},
+    "sft_messages.py": lambda i: {"messages": messages(i)},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder of a tiny Qwen2 and its tokenizer."""
+    vocabulary = {word: k for k, word in enumerate(["<end>", "<pad>", "<unknown>", "user", "assistant", *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unknown>", eos_token="<end>", pad_token="<pad>", model_max_length=8
+    )
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(vocabulary), hidden_size=16, intermediate_size=16, num_hidden_layers=1, pad_token_id=1,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8, initializer_range=0.5,
+        )
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def private(name):
+    """A tutorial's script with the lines of docs/from_others.md, and how many these are."""
+    script = (SCRIPTS / name).read_text()
+    for hunk in DIFFS[name].split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
+        assert script.count(before) == 1, f"{name} has not the lines\n{before}"
+        script = script.replace(before, after)
+    return script, sum(line[0] == "+" for line in DIFFS[name].splitlines())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_tutorial_trains_privately_with_four_changed_lines(name, tiny, tmp_path, monkeypatch, capsys):
+    (tmp_path / "data").mkdir()
+    for part, count in (("train", N), ("test", 16)):
+        lines = [json.dumps(ROWS[name](i)) for i in range(count)]
+        (tmp_path / "data" / f"{part}.jsonl").write_text("\n".join(lines))
+    script, changed = private(name)
+    (tmp_path / name).write_text(script)
+    output = tmp_path / "model"
+    monkeypatch.setattr(sys, "argv", [name, str(tiny), str(tmp_path / "data"), str(output)])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "runs"))
+    trainer = runpy.run_path(str(tmp_path / name))["trainer"]
+    assert changed <= 4
+
+    ledger = dpexp.read_ledger(output / "ledger.jsonl")
+    assert ledger.rounds == trainer.plan.ledger().rounds and trainer.private.rounds_done == trainer.plan.rounds == 4
+    epsilon = dpexp.epsilon(ledger, delta=1e-3)
+    assert 7 < epsilon <= 8 and f"'epsilon': '{epsilon:.4g}'" in capsys.readouterr().out
+    assert f"ε = {math.ceil(epsilon * 1000) / 1000}" in (output / "README.md").read_text()
+    logged = {key for log in trainer.state.log_history for key in log if not key.startswith("eval_")}
+    assert logged == {"epsilon", "epoch", "step", *({"learning_rate"} if name == "sft_messages.py" else ())}
+
+    ids, model = torch.arange(5, 12)[None], trainer.model.eval()
+    if name == "sft_adapters.py":
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), output)
+    elif name == "sequence_classification.py":
+        loaded = AutoModelForSequenceClassification.from_pretrained(output)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(output)
+    assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+    checkpoints = sorted(path.name for path in output.glob("checkpoint-*"))
+    kept = {"sequence_classification.py": ["checkpoint-4"], "sft_messages.py": ["checkpoint-3", "checkpoint-4"]}
+    assert checkpoints == kept.get(name, ["checkpoint-4"])
