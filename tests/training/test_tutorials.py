@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import mlflow
 import pytest
 import torch
 from datasets import Dataset
@@ -16,6 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -56,14 +58,14 @@ def tiny(tmp_path_factory):
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unknown>", eos_token="<end>", pad_token="<pad>", model_max_length=8
+        tokenizer_object=tokenizer, unk_token="<unknown>", eos_token="<end>", pad_token="<pad>", model_max_length=16
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(vocabulary), hidden_size=16, intermediate_size=16, num_hidden_layers=1, pad_token_id=1,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8, initializer_range=0.5,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16, initializer_range=0.5,
         )
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("tiny")
@@ -84,7 +86,9 @@ def private(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_tutorial_trains_privately_with_four_changed_lines(name, tiny, tmp_path, monkeypatch, capsys):
+def test_a_tutorial_trains_privately_with_four_changed_lines(
+    name, tiny, tmp_path, monkeypatch, capsys, empty_store
+):
     (tmp_path / "data").mkdir()
     for part, count in (("train", N), ("test", 16)):
         lines = [json.dumps(ROWS[name](i)) for i in range(count)]
@@ -93,7 +97,7 @@ def test_a_tutorial_trains_privately_with_four_changed_lines(name, tiny, tmp_pat
     (tmp_path / name).write_text(script)
     output = tmp_path / "model"
     monkeypatch.setattr(sys, "argv", [name, str(tiny), str(tmp_path / "data"), str(output)])
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "runs"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
     trainer = runpy.run_path(str(tmp_path / name))["trainer"]
     assert changed <= 4
 
@@ -105,7 +109,14 @@ def test_a_tutorial_trains_privately_with_four_changed_lines(name, tiny, tmp_pat
     logged = {key for log in trainer.state.log_history for key in log if not key.startswith("eval_")}
     assert logged == {"epsilon", "epoch", "step", *({"learning_rate"} if name == "sft_messages.py" else ())}
 
-    ids, model = torch.arange(5, 12)[None], trainer.model.eval()
+    if name == "language_modeling.py":
+        mlflow.flush_async_logging()
+        mlflow.end_run()
+        runs = mlflow.search_runs(search_all_experiments=True, output_format="list")
+        assert epsilon in [run.data.metrics.get("epsilon") for run in runs]
+
+    ids = torch.arange(5, 12)[None]
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).eval()
     if name == "sft_adapters.py":
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), output)
     elif name == "sequence_classification.py":
@@ -116,3 +127,47 @@ def test_a_tutorial_trains_privately_with_four_changed_lines(name, tiny, tmp_pat
     checkpoints = sorted(path.name for path in output.glob("checkpoint-*"))
     kept = {"sequence_classification.py": ["checkpoint-4"], "sft_messages.py": ["checkpoint-3", "checkpoint-4"]}
     assert checkpoints == kept.get(name, ["checkpoint-4"])
+
+
+def sft(tiny, folder, rows, plan, model=None, options=None, **arguments):
+    args = SFTConfig(str(folder), report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, **arguments)
+    options = {"noise_seed": 1} | (options or {})
+    return PrivateSFTTrainer(model or str(tiny), args, train_dataset=Dataset.from_list(rows), plan=plan, options=options)
+
+
+def one_round(model):
+    """A plan next to without noise, of one round with all records."""
+    target = dpexp.Target(noise_multiplier=1e-7, delta=1e-3)
+    return dpexp.make_plan(model, n=8, sampling=dpexp.FullBatch(steps=1), target=target)
+
+
+def test_a_row_moves_the_sum_of_completions_by_at_most_its_bound(tiny, tmp_path):
+    """Against gradients of one row at a time, in float64, of the loss that transformers computes of its completion."""
+    rows = [{"prompt": words(i, 3), "completion": f" {words(5 * i, 1 + i % 4)}"} for i in range(8)]
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().double()
+
+    def released(name, rows, **arguments):
+        """The sum of clipped gradients, from what a step of SGD makes of their average."""
+        trainer = sft(
+            tiny, tmp_path / name, rows, one_round, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant",
+            save_strategy="no", **{"gradient_checkpointing": False} | arguments,
+        )  # fmt: skip
+        trainer.train()
+        return (before - torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()) * 8
+
+    exact = AutoModelForCausalLM.from_pretrained(tiny).double()
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    expected, norms = torch.zeros_like(before), []
+    for row in rows:
+        ids = tokenizer(row["prompt"] + row["completion"] + "<end>", return_tensors="pt")["input_ids"]
+        labels = ids.clone()
+        labels[:, :3] = -100
+        gradient = torch.autograd.grad(exact(ids, labels=labels).loss, [*exact.parameters()])
+        gradient = torch.cat([part.flatten() for part in gradient])
+        norms.append(float(gradient.norm()))
+        expected += gradient / max(1.0, norms[-1])
+    found, low = released("all", rows), released("low", rows, gradient_checkpointing=True)
+    assert max(norms) > 1 and (found - expected).norm() < 1e-4 and (low - expected).norm() < 1e-4
+    without = released("without", rows[:-1])
+    assert 0.9 < (found - without).norm() <= 1 + 1e-4

@@ -11,7 +11,7 @@ dataset = load_dataset(data, split="train")
 
 trainer = SFTTrainer(
     model_name,
-    args=SFTConfig(output_dir=output, learning_rate=1.0e-4),
+    args=SFTConfig(output_dir=output, learning_rate=1.0e-4, use_cpu=True),
     train_dataset=dataset,
     peft_config=LoraConfig(),
 )

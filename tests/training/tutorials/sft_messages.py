@@ -12,6 +12,7 @@ training_args = SFTConfig(
     output_dir=output,
     max_length=64,
     bf16=True,
+    use_cpu=True,
     gradient_checkpointing=True,
     per_device_train_batch_size=4,
     gradient_accumulation_steps=8,
