@@ -5,13 +5,14 @@ import math
 import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 import mlflow
 import pytest
 import torch
 from datasets import Dataset
 from pages import DOCS, blocks
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Trainer,
 )
 from trl import SFTConfig
 
@@ -86,9 +86,7 @@ def private(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_tutorial_trains_privately_with_four_changed_lines(
-    name, tiny, tmp_path, monkeypatch, capsys, empty_store
-):
+def test_a_tutorial_trains_privately_with_four_changed_lines(name, tiny, tmp_path, monkeypatch, capsys, empty_store):
     (tmp_path / "data").mkdir()
     for part, count in (("train", N), ("test", 16)):
         lines = [json.dumps(ROWS[name](i)) for i in range(count)]
@@ -124,15 +122,22 @@ def test_a_tutorial_trains_privately_with_four_changed_lines(
     else:
         loaded = AutoModelForCausalLM.from_pretrained(output)
     assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+    hub = mock.Mock(**{"create_repo.return_value.repo_id": "me/model"})
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    trainer.push_to_hub()
+    card = (Path(hub.upload_folder.call_args.kwargs["folder_path"]) / "README.md").read_text()
+    made_by = "generated_from_trainer" if name in ("language_modeling.py", "sequence_classification.py") else "trl"
+    assert made_by in card and card.count("## Privacy") == 1 and card.count("4 rounds with sampling poisson") == 1
     checkpoints = sorted(path.name for path in output.glob("checkpoint-*"))
     kept = {"sequence_classification.py": ["checkpoint-4"], "sft_messages.py": ["checkpoint-3", "checkpoint-4"]}
     assert checkpoints == kept.get(name, ["checkpoint-4"])
 
 
-def sft(tiny, folder, rows, plan, model=None, options=None, **arguments):
+def sft(tiny, folder, rows, plan, **arguments):
     args = SFTConfig(str(folder), report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, **arguments)
-    options = {"noise_seed": 1} | (options or {})
-    return PrivateSFTTrainer(model or str(tiny), args, train_dataset=Dataset.from_list(rows), plan=plan, options=options)
+    data = Dataset.from_list(rows)
+    return PrivateSFTTrainer(str(tiny), args, train_dataset=data, plan=plan, options={"noise_seed": 1})
 
 
 def one_round(model):
@@ -141,33 +146,70 @@ def one_round(model):
     return dpexp.make_plan(model, n=8, sampling=dpexp.FullBatch(steps=1), target=target)
 
 
-def test_a_row_moves_the_sum_of_completions_by_at_most_its_bound(tiny, tmp_path):
-    """Against gradients of one row at a time, in float64, of the loss that transformers computes of its completion."""
-    rows = [{"prompt": words(i, 3), "completion": f" {words(5 * i, 1 + i % 4)}"} for i in range(8)]
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().double()
+@pytest.fixture
+def released(tiny, tmp_path):
+    """A function: the sum of clipped gradients of some rows, from what a step of SGD makes of their average."""
+    before = vector_of(AutoModelForCausalLM.from_pretrained(tiny))
 
-    def released(name, rows, **arguments):
-        """The sum of clipped gradients, from what a step of SGD makes of their average."""
+    def of(rows, **arguments):
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
         trainer = sft(
-            tiny, tmp_path / name, rows, one_round, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant",
+            tiny, folder, rows, one_round, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant",
             save_strategy="no", **{"gradient_checkpointing": False} | arguments,
         )  # fmt: skip
+        assert "forward" not in vars(trainer.model)  # so that a copy of the model runs its own
         trainer.train()
-        return (before - torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()) * 8
+        return (before - vector_of(trainer.model)) * 8
 
+    return of
+
+
+def vector_of(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().double()
+
+
+def test_a_row_moves_the_sum_of_completions_by_at_most_its_bound(tiny, released):
+    """Against gradients of one row at a time, in float64, of the loss that transformers computes of its completion."""
+    rows = [{"prompt": words(i, 3), "completion": f" {words(5 * i, 1 + i % 4)}"} for i in range(8)]
     exact = AutoModelForCausalLM.from_pretrained(tiny).double()
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    expected, norms = torch.zeros_like(before), []
+    expected, norms = torch.zeros(()), []
     for row in rows:
         ids = tokenizer(row["prompt"] + row["completion"] + "<end>", return_tensors="pt")["input_ids"]
         labels = ids.clone()
         labels[:, :3] = -100
-        gradient = torch.autograd.grad(exact(ids, labels=labels).loss, [*exact.parameters()])
-        gradient = torch.cat([part.flatten() for part in gradient])
+        gradients = torch.autograd.grad(exact(ids, labels=labels).loss, [*exact.parameters()])
+        gradient = torch.cat([part.flatten() for part in gradients])
         norms.append(float(gradient.norm()))
-        expected += gradient / max(1.0, norms[-1])
-    found, low = released("all", rows), released("low", rows, gradient_checkpointing=True)
+        expected = expected + gradient / max(1.0, norms[-1])
+    found, low = released(rows), released(rows, gradient_checkpointing=True)
     assert max(norms) > 1 and (found - expected).norm() < 1e-4 and (low - expected).norm() < 1e-4
-    without = released("without", rows[:-1])
-    assert 0.9 < (found - without).norm() <= 1 + 1e-4
+    assert 0.9 < (found - released(rows[:-1])).norm() <= 1 + 1e-4
+
+
+def test_a_row_of_which_no_token_is_learnt_contributes_nothing(released):
+    """TRL drops it where it may have been cut; else its loss is 0 / 0."""
+    ids = [torch.arange(5 + i, 11 + i).tolist() for i in range(8)]
+    rows = [{"input_ids": row, "labels": [-100] * 3 + row[3:]} for row in ids]
+    rows[-1]["labels"] = [-100] * 6
+    expected = released(rows[:-1])
+    assert expected.norm() > 1
+    for max_length in (None, 16):
+        assert (released(rows, max_length=max_length) - expected).norm() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("argument", "words_of_it"),
+    [
+        ({"packing": True}, "packing=True joins several rows"),
+        ({"padding_free": True, "max_length": None}, "padding_free=True joins several rows"),
+        ({"loss_type": "dft"}, "loss_type=dft is not supported by PrivateSFTTrainer"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 is not supported by PrivateSFTTrainer"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported"),
+    ],
+)
+def test_what_would_not_be_true_is_refused(tiny, tmp_path, argument, words_of_it):
+    rows = [{"text": words(i, 5)} for i in range(8)]
+    with pytest.raises(dpexp.ConfigError, match=words_of_it):
+        sft(tiny, tmp_path / "model", rows, one_round, **argument).train()
+    assert not (tmp_path / "model" / "ledger.jsonl").exists()

@@ -27,15 +27,14 @@ block_size = 8
 
 def group_texts(examples):
     # Concatenate all texts.
-    concatenated_examples = {k: sum(examples[k], []) for k in examples}
+    concatenated_examples = {k: sum(examples[k], []) for k in examples}  # noqa: RUF017
     total_length = len(concatenated_examples[next(iter(examples))])
     # We drop the small remainder.
     if total_length >= block_size:
         total_length = (total_length // block_size) * block_size
     # Split by chunks of block_size.
     result = {
-        k: [t[i : i + block_size] for i in range(0, total_length, block_size)]
-        for k, t in concatenated_examples.items()
+        k: [t[i : i + block_size] for i in range(0, total_length, block_size)] for k, t in concatenated_examples.items()
     }
     result["labels"] = result["input_ids"].copy()
     return result
