@@ -56,6 +56,16 @@ def trained_privately(module: nn.Module) -> Iterator[None]:
             setattr(config, name, value)
 
 
+def note_evaluation(trainer: Any, metrics: dict[str, float]) -> bool:
+    """Notes in a Trainer's state if its model is the best so far, and says whether."""
+    return trainer._determine_best_metric(metrics, None)
+
+
+def load_best_model(trainer: Any) -> None:
+    """Loads the checkpoint that the Trainer's state names as the best."""
+    trainer._load_best_model()
+
+
 def _register_experts() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

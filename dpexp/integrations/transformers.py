@@ -18,6 +18,7 @@ from transformers.trainer_utils import (
     rotate_checkpoints,
 )
 
+from dpexp._transformers_compat import load_best_model, note_evaluation
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
 from dpexp.privacy.muted_logging import later_settings
@@ -107,7 +108,7 @@ class PrivateTrainer(Trainer):
                 break
         self.is_in_train = False
         if args.load_best_model_at_end and self.state.best_model_checkpoint:
-            self._load_best_model()
+            load_best_model(self)
         metrics = {"epsilon": private.epsilon()}
         self.log(dict(metrics))
         self.event("train_end")
@@ -152,7 +153,7 @@ class PrivateTrainer(Trainer):
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             metrics = self.evaluate()
-            is_best = self._determine_best_metric(metrics, None)
+            is_best = note_evaluation(self, metrics)
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
             if isinstance(self.lr_scheduler, ReduceLROnPlateau):
@@ -178,7 +179,7 @@ class PrivateTrainer(Trainer):
     def _save_state(self) -> None:
         assert self.private
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.private.rounds_done}"
-        self.save_model(str(folder), _internal_call=True)
+        self.save_model(str(folder))
         if self.state.best_global_step == self.private.rounds_done:
             self.state.best_model_checkpoint = str(folder)
         states = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict()}

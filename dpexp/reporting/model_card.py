@@ -74,14 +74,13 @@ def card(
 
 def privacy_section(ledger: Ledger, plan: PrivacyPlan, rounds: int, delta: float, accountant: str) -> str:
     """The card's section on privacy, of a training without `result.json`."""
+    if ledger.not_private_reason:
+        return f"## Privacy\n\n**Not private**: {ledger.not_private_reason}.\n"
     result = {
         "rounds": rounds, "epsilon": {accountant: epsilon(ledger, delta, accountant)}, "delta": delta,
         "risk": risk(ledger, accountant).figures(), "adjacency": plan.adjacency, "unit": str(plan.privacy_unit),
     }  # fmt: skip
-    lines = _guarantee({}, result, plan)
-    if ledger.not_private_reason:
-        lines[2] = f"**Not private**: {ledger.not_private_reason}."
-    return "\n".join(lines)
+    return "\n".join(_guarantee({}, result, plan))
 
 
 def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:

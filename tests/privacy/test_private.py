@@ -389,6 +389,8 @@ def test_a_trainer_of_transformers(tmp_path):
     other.train()
     assert dpexp.read_ledger(tmp_path / "other" / "ledger.jsonl").training_rounds == 6
     assert other.private.max_physical_batch_size == 3
+    card = (tmp_path / "other" / "checkpoint-6" / "README.md").read_text()
+    assert "**Not private**: the noise seed is known." in card and "ε" not in card
 
 
 def test_a_trainer_of_transformers_keeps_the_newest_and_the_best_checkpoint_and_loads_the_best(tmp_path):
