@@ -1,0 +1,236 @@
+"""The same private adapters of a text classifier by dpexp, Opacus and Opake, and by peft without privacy.
+
+    python benchmarks/texts.py MODEL DATA [--rounds 20] [--opake PYTHON]
+
+MODEL is a folder of transformers with an encoder; DATA has train.jsonl and test.jsonl with `text` and `label`. Each
+library runs in a process of its own on one core: model, initial adapters, texts, batch, rounds, clipping norm and ε are
+the same, and each calibrates z by its own accountant. Prints accuracy on 1 000 test texts, the z and ε that each says,
+CPU seconds a record of a round (the median of rounds), and peak memory.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("peft", "dpexp", "Opacus", "Opake")
+LENGTH, BATCH, PHYSICAL, TESTED = 32, 256, 32, 1000
+EPSILON, DELTA, BOUND, RATE, RANK = 8.0, 1e-6, 0.5, 2e-3, 8
+_ticks: list[float] = []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("data")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--opake", help="an interpreter that has it, and transformers and peft")
+    parser.add_argument("--one", choices=LIBRARIES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(trained(given.one, given.model, Path(given.data), given.rounds)))
+        return
+    print("| library | accuracy, % | z; ε | CPU ms a record | MiB |\n|---|---|---|---|---|")
+    for name in LIBRARIES:
+        python = given.opake if name == "Opake" else sys.executable
+        if python:
+            print(row(name, [python, __file__, *sys.argv[1:], "--one", name]), flush=True)
+
+
+def row(name: str, command: list[str]) -> str:
+    one_core = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, env=one_core, capture_output=True, text=True)
+    if ran.returncode:
+        return f"| {name} | {ran.stderr.strip().splitlines()[-1][:150]} | | | |"
+    found = json.loads(ran.stdout.splitlines()[-1])
+    noise = f"{found['z']:.4f}; {found['epsilon']:.3f}" if "z" in found else "–"
+    return f"| {name} | {100 * found['accuracy']:.1f} | {noise} | {found['ms']:.1f} | {found['MiB']:.0f} |"
+
+
+def trained(name: str, folder: str, data: Path, rounds: int) -> dict[str, Any]:
+    """What a library's training of the adapters gives."""
+    import torch
+
+    torch.set_num_threads(1)
+    rows = {part: read(data / f"{part}.jsonl") for part in ("train", "test")}
+    names = sorted({row["label"] for row in rows["test"]})
+    train, test = (tensors(rows[part], folder, names) for part in ("train", "test"))
+    model = adapted(folder, len(names))
+    found = {"peft": by_peft, "dpexp": by_dpexp, "Opacus": by_opacus, "Opake": by_opake}[name](model, train, rounds)
+    model.eval()
+    with torch.no_grad():
+        parts = [model(input_ids=ids, attention_mask=mask).logits.argmax(1) for ids, mask in zip(
+            test[0][:TESTED].split(100), test[1][:TESTED].split(100), strict=True)]  # fmt: skip
+    accuracy = (torch.cat(parts) == test[2][:TESTED]).float().mean().item()
+    seconds = statistics.median(after - before for before, after in pairwise(_ticks))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return found | {"accuracy": accuracy, "ms": 1000 * seconds / BATCH, "MiB": peak}
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tensors(rows: list[dict[str, str]], folder: str, names: list[str]) -> Any:
+    """Tokens [N, T], masks [N, T] and classes [N]; a label that no test text has counts as the first."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=LENGTH, padding="max_length")
+    codes = {label: k for k, label in enumerate(names)}
+    classes = [codes.get(row["label"], 0) for row in rows]
+    return [torch.tensor(values) for values in (encoded["input_ids"], encoded["attention_mask"], classes)]
+
+
+def adapted(folder: str, classes: int) -> Any:
+    """The classifier with adapters of query and value, and a new head; without dropout, which each draws otherwise."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=classes, dtype=torch.float32, **without
+    )
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["query", "value"], modules_to_save=["classifier"])
+    return get_peft_model(model, config)
+
+
+def trainable(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def loss_of(model: Any, record: Any) -> Any:
+    from torch.nn.functional import cross_entropy
+
+    ids, mask, y = record
+    return cross_entropy(model(input_ids=ids, attention_mask=mask).logits, y)
+
+
+def tick() -> None:
+    _ticks.append(time.process_time())
+
+
+def by_peft(model: Any, train: Any, rounds: int) -> dict[str, float]:
+    """Batches of BATCH texts, in parts of PHYSICAL."""
+    import torch
+
+    optimizer = torch.optim.Adam(trainable(model), lr=RATE)
+    tick()
+    for _ in range(rounds):
+        places = torch.randperm(len(train[0]))[:BATCH]
+        for part in places.split(PHYSICAL):
+            (loss_of(model, [tensor[part] for tensor in train]) * len(part) / BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tick()
+    return {}
+
+
+def by_dpexp(model: Any, train: Any, rounds: int) -> dict[str, float]:
+    import torch
+    from torch.utils.data import TensorDataset
+
+    import dpexp
+
+    plan = dpexp.make_plan(
+        model, n=len(train[0]), sampling=dpexp.Poisson(expected_batch_size=BATCH, steps=rounds),
+        target=dpexp.Target(epsilon=EPSILON, delta=DELTA),
+        clipping=dpexp.Clipping(clip_norm=dpexp.FixedClipNorm(BOUND)),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(trainable(model), lr=RATE)
+    with tempfile.TemporaryDirectory() as folder:
+        private = dpexp.Private(model, optimizer, plan, f"{folder}/ledger.jsonl", max_physical_batch_size=PHYSICAL)
+        for sample in private.rounds(TensorDataset(*train)):
+            private.step(loss_of, sample)
+            tick()
+        return {"z": plan.noise_multiplier, "epsilon": private.epsilon()}
+
+
+def by_opacus(model: Any, train: Any, rounds: int) -> dict[str, float]:
+    import torch
+    from opacus import PrivacyEngine
+    from opacus.accountants.utils import get_noise_multiplier
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+    from torch.utils.data import DataLoader, TensorDataset
+
+    n = len(train[0])
+    z = get_noise_multiplier(
+        target_epsilon=EPSILON, target_delta=DELTA, sample_rate=BATCH / n, steps=rounds, accountant="prv"
+    )
+    engine = PrivacyEngine(accountant="prv")
+    private, optimizer, loader = engine.make_private(
+        module=model.train(), optimizer=torch.optim.Adam(trainable(model), lr=RATE), noise_multiplier=z,
+        data_loader=DataLoader(TensorDataset(*train), batch_size=BATCH), max_grad_norm=BOUND,
+    )  # fmt: skip
+    done = 0
+    tick()
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=PHYSICAL, optimizer=optimizer) as parts:
+        for record in parts:
+            loss_of(private, record).backward()
+            skipped = optimizer._check_skip_next_step(pop_next=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not skipped:
+                tick()
+                done += 1
+            if done == rounds:
+                break
+    return {"z": z, "epsilon": engine.get_epsilon(DELTA)}
+
+
+def by_opake(model: Any, train: Any, rounds: int) -> dict[str, float]:
+    from opake import accounting
+    from opake.dpsgd import accounting as dpsgd
+    from opake.dpsgd.clipping import clipped_grad
+    from opake.dpsgd.noise import gaussian_noise
+    from opake.dpsgd.sampling import PoissonSampler
+    from opake.functional import make_functional, with_batch_dim
+    from opake.optimizers import adam
+    from opake.random import random_key
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader, TensorDataset
+    from torchopt import apply_updates
+
+    n = len(train[0])
+
+    def process(z: float) -> Any:
+        return dpsgd.poisson(dpsgd.gaussian(z), sample_rate=BATCH / n) * rounds
+
+    budget = accounting.epsilon_budget(EPSILON, delta=DELTA)
+    z = accounting.calibrate(budget, process, param_min=0.1, param_max=10.0).param
+    forward, w, _ = make_functional(model, disable_autograd_tracking=True, partition_trainable=True)
+
+    def loss(w: Any, ids: Any, mask: Any, y: Any) -> Any:
+        return cross_entropy(forward(w, input_ids=ids, attention_mask=mask).logits, y)
+
+    gradient, clip_state = clipped_grad(
+        with_batch_dim(loss, batch_argnums=(1, 2, 3)), clipping_norm=BOUND, batch_argnums=(1, 2, 3), normalize_by=BATCH
+    )
+    noise, noise_state = gaussian_noise(noise_multiplier=z, key=random_key())
+    optimizer = adam(RATE)
+    state = optimizer.init(w)
+    sampler = PoissonSampler(TensorDataset(*train), BATCH / n, rounds, key=random_key())
+    tick()
+    for ids, mask, y in DataLoader(TensorDataset(*train), batch_sampler=sampler):
+        clipped, clip_state = gradient(w, ids, mask, y, state=clip_state)
+        noisy, noise_state = noise(clipped, noise_state)
+        change, state = optimizer.update(noisy, state, params=w)
+        w = apply_updates(w, change)
+        tick()
+    model.load_state_dict(w, strict=False)
+    return {"z": z, "epsilon": process(z).epsilon_at(DELTA)}
+
+
+if __name__ == "__main__":
+    main()
