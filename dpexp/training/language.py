@@ -29,6 +29,16 @@ def sequence_classifier(name: str, class_names: list[Any]) -> nn.Module:
     )
 
 
+def encoder(name: str) -> Any:
+    """A transformer without a head in float32, in evaluation mode."""
+    return _from_pretrained("AutoModel", name, dtype=torch.float32).eval()
+
+
+def hidden_size(name: str) -> int:
+    """The number of values of a transformer's hidden state."""
+    return _from_pretrained("AutoConfig", name, key="data.encoder").hidden_size  # type: ignore[no-any-return]
+
+
 def tokenizer_of(name: str) -> Any:
     """The tokenizer of a model, which pads on the right: with its end-of-text token if it has none for padding."""
     tokenizer = _from_pretrained("AutoTokenizer", name)
@@ -48,7 +58,7 @@ def max_positions(name: str) -> int | None:
     return getattr(_from_pretrained("AutoConfig", name), "max_position_embeddings", None)
 
 
-def _from_pretrained(class_name: str, name: str, **options: Any) -> Any:
+def _from_pretrained(class_name: str, name: str, key: str = "model.name", **options: Any) -> Any:
     try:
         auto_class = getattr(import_module("transformers"), class_name)
     except ImportError as error:
@@ -59,8 +69,7 @@ def _from_pretrained(class_name: str, name: str, **options: Any) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         reason = in_one_line(error)[:200]
         raise ConfigError(
-            f"model.name={name} is neither a folder nor a name on the hub from which {class_name} can be loaded: "
-            f"{reason}"
+            f"{key}={name} is neither a folder nor a name on the hub from which {class_name} can be loaded: {reason}"
         ) from error
 
 
