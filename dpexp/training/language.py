@@ -22,7 +22,7 @@ def causal_lm(name: str) -> nn.Module:
 
 def sequence_classifier(name: str, class_names: list[Any]) -> nn.Module:
     """A classifier of texts in float32, with the weights of `name` and, unless these have one, a random head."""
-    options = {"num_labels": len(class_names), "problem_type": "single_label_classification"}
+    options: dict[str, Any] = {"num_labels": len(class_names), "problem_type": "single_label_classification"}
     tokenizer = tokenizer_of(name)
     return _from_pretrained(
         "AutoModelForSequenceClassification", name, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id, **options

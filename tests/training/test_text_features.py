@@ -78,7 +78,7 @@ def texts(**options):
 def by_hand(text):
     """The embedding of a text in float64, of its first six tokens alone."""
     model = BertModel.from_pretrained("bert").double().eval()
-    tokens = [2, *(4 + WORDS.index(word) for word in text.split())][:5] + [3]
+    tokens = [*[2, *(4 + WORDS.index(word) for word in text.split())][:5], 3]
     with torch.no_grad():
         states = model(torch.tensor([tokens])).last_hidden_state[0]
     total = sum(states, torch.zeros(8, dtype=torch.float64)) / len(tokens)

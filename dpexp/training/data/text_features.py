@@ -46,8 +46,8 @@ def _rows(tokens: Tokens) -> PlacedRows:
 
 
 class TextEmbedding:
-    """The embedding of a text, of length 1: the mean of a transformer's last hidden states, as sentence-transformers has
-    it for MiniLM. The weights must not have been trained on private texts.
+    """The embedding of a text: the mean of a transformer's last hidden states, scaled to length 1, as
+    sentence-transformers has it for MiniLM. The transformer must not have been trained on private texts.
 
     Args:
         name: the transformer, an encoder: a local folder, or a name on the hub.
