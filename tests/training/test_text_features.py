@@ -24,7 +24,8 @@ JOB = (
     "data.label=kind", "data.length=6", "trainer.num_evaluations=0",
 )  # fmt: skip
 ONE_ROUND = (
-    "optimizer.lr=1", "optimizer.momentum=0", "sampling=full_batch", "sampling.steps=1", "privacy.epsilon=null",
+    "optimizer.lr=1", "optimizer.momentum=0", "sampling=full_batch", "~sampling.sampling_rate", "sampling.steps=1",
+    "sampling.epochs=null", "privacy.epsilon=null",
     "privacy.noise_multiplier=1e-6", "privacy.delta=1e-5", "privacy.noise_seed=1", "tracking=none",
     "accountant=moments", "clip_norm.value=0.5",
 )  # fmt: skip
@@ -53,7 +54,10 @@ def rows(count, seed=0):
     """Texts of one to eight of the words, labelled by whether they begin with one of the first four."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(8, (1 + int(k) % 8,), generator=generator).tolist() for k in range(count)]
-    return [{"text": " ".join(WORDS[k] for k in of), "kind": "early" if of[0] < 4 else "late"} for of in drawn]
+    return [
+        {"text": " ".join(WORDS[k] for k in of), "kind": "early" if of[0] < 4 else "late", "who": f"{seed} {k // 3}"}
+        for k, of in enumerate(drawn)
+    ]
 
 
 def write(path, some):
@@ -121,21 +125,23 @@ def test_records_without_a_text_or_a_known_label_keep_their_places_and_contribut
         texts().test  # noqa: B018
 
 
-@pytest.mark.parametrize("change", ["less", "other"])
-def test_one_record_moves_the_released_sum_by_at_most_s(folder, dpexp_job, change):
+@pytest.mark.parametrize("change", ["a record", "a record's label", "a user"])
+def test_one_record_or_user_moves_the_released_sum_by_at_most_s(folder, dpexp_job, change):
+    unit = ("privacy_unit=user", "data.user=who", "data.users=20") if change == "a user" else ()
     weights = []
     for changed in (False, True):
-        first = [{"text": "a", "kind": "unknown"}] if change == "other" else []
-        write("train.jsonl", (first if changed else rows(1, seed=2)) + rows(59))
-        dpexp_job(*JOB, *ONE_ROUND, f"hydra.run.dir=out{changed}")
+        own = rows(3 if unit else 1, seed=2)
+        other = [{"text": "a", "kind": "unknown"}] if change == "a record's label" else []
+        write("train.jsonl", [*(other if changed else own), *rows(57)])
+        dpexp_job(*JOB, *ONE_ROUND, *unit, f"hydra.run.dir=out{changed}")
         weights.append(load_file(folder / f"out{changed}" / "weights.safetensors"))
     moved = math.sqrt(sum(float((weights[0][name] - weights[1][name]).double().square().sum()) for name in weights[0]))
-    assert 0.01 * 0.5 < moved * 60 <= 0.5 * 1.0001
+    assert 0.01 * 0.5 < moved * (20 if unit else 60) <= 0.5 * 1.0001
 
 
 def test_a_job_learns_and_predicts_from_raw_texts(folder, dpexp_job):
     write("train.jsonl", rows(600))
-    job = dpexp_job(*JOB, "data.n=600", "privacy.epsilon=50", "sampling.epochs=20")
+    job = dpexp_job(*JOB, "data.n=600", "privacy.epsilon=50", "optimizer.lr=2", "sampling.sampling_rate=0.2")
     result = json.loads((job / "result.json").read_text())
     assert result["class_names"] == ["early", "late"] and result["metrics"]["test_accuracy"] > 0.6
     assert evaluate([str(job)])["test_accuracy"] == pytest.approx(result["metrics"]["test_accuracy"])
