@@ -223,12 +223,12 @@ def row_of(command: str) -> str:
 
 
 def points_of(lines: list[str]) -> dict[str, dict[float, tuple[float, float]]]:
-    """Of the experiments that have several rows: ε -> test accuracy, and its standard deviation."""
+    """Of each experiment: ε -> test accuracy, and its standard deviation."""
     points: dict[str, dict[float, tuple[float, float]]] = {}
     for command, epsilon, here, *_ in map(cells_of, lines):
         mean, _, spread = here.partition("±")
         points.setdefault(row_of(command), {})[float(epsilon)] = float(mean), float(spread or 0)
-    return {name: curve for name, curve in points.items() if len(curve) > 1}
+    return points
 
 
 def texts(lines: list[str], path: Path) -> None:
@@ -250,8 +250,9 @@ def texts(lines: list[str], path: Path) -> None:
 
 
 def curves(lines: list[str], path: Path) -> None:
-    """Accuracy against ε of the other experiments, with what others report."""
-    shown = {name: curve for name, curve in points_of(lines).items() if ROWS[name].always is None}
+    """Accuracy against ε of the other experiments that have several rows, with what others report."""
+    points = points_of(lines).items()
+    shown = {name: curve for name, curve in points if ROWS[name].always is None and len(curve) > 1}
     names = [*shown, *[*shown][-1:] * (len(shown) % 2)]  # of an odd number the last has a row of its own
     grid = [names[k : k + 2] for k in range(0, len(names), 2)]
     figure = Figure(figsize=(6, 2.3 * len(grid)), layout="constrained")  # so narrow that a phone shows it whole
