@@ -17,9 +17,11 @@ _EXPERTS = "dpexp_all_experts"
 def trained_privately(module: nn.Module) -> Iterator[None]:
     """Meanwhile models of transformers use settings under which their step is traced; a warning names them.
 
-    Losses stay the same. `use_cache=False`: a cache of earlier positions only serves generation. Experts are applied to
-    all tokens and weighted by the router, as which tokens an expert gets depends on the data. DeBERTa counts labels
-    unless `problem_type` says what they are: here, classes.
+    Losses stay the same. `use_cache=False`: a cache of earlier positions only serves generation.
+    `gradient_checkpointing=False`: in a graph, what is computed a second time would draw another dropout; the traced
+    step is not checkpointed but by `memory="low"`. Experts are applied to all tokens and weighted by the router, as
+    which tokens an expert gets depends on the data. DeBERTa counts labels unless `problem_type` says what they are:
+    here, classes.
     """
     if "transformers" not in sys.modules:
         yield
@@ -36,6 +38,9 @@ def trained_privately(module: nn.Module) -> Iterator[None]:
         config = model.config
         if getattr(config, "use_cache", False):
             set_value(config, "use_cache", False)
+        for part in model.modules():
+            if getattr(part, "gradient_checkpointing", False):
+                set_value(part, "gradient_checkpointing", False)
         if any(hasattr(part, "_is_expert_parallel") for part in model.modules()):
             _register_experts()
             set_value(config, "_experts_implementation_internal", _EXPERTS)
@@ -49,6 +54,16 @@ def trained_privately(module: nn.Module) -> Iterator[None]:
     finally:
         for config, name, value in reversed(before):
             setattr(config, name, value)
+
+
+def note_evaluation(trainer: Any, metrics: dict[str, float]) -> bool:
+    """Notes in a Trainer's state if its model is the best so far, and says whether."""
+    return trainer._determine_best_metric(metrics, None)
+
+
+def load_best_model(trainer: Any) -> None:
+    """Loads the checkpoint that the Trainer's state names as the best."""
+    trainer._load_best_model()
 
 
 def _register_experts() -> None:

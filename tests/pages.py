@@ -22,6 +22,7 @@ NOT_JOBS = (
     "help",
     "predict",
     "report",
+    "sample",
     "resume",
     "schema",
     "verify",

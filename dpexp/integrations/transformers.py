@@ -7,21 +7,30 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    SaveStrategy,
+    TrainOutput,
+    get_last_checkpoint,
+    rotate_checkpoints,
+)
 
+from dpexp._transformers_compat import load_best_model, note_evaluation
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
 from dpexp.privacy.muted_logging import later_settings
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private import Private
+from dpexp.reporting.model_card import privacy_section
 
 STATE = "private.pt"
-_NOT_SUPPORTED = (
-    "neftune_noise_alpha", "load_best_model_at_end", "save_total_limit", "auto_find_batch_size",
-)  # fmt: skip
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")  # of a Trainer's state
+_NOT_SUPPORTED = ("neftune_noise_alpha", "auto_find_batch_size", "activation_offloading", "use_liger_kernel")
+_SECTION = "<!-- written by dpexp: -->"  # in a model card; what follows is replaced by a later guarantee
+_NEW_CARD = "---\nlibrary_name: transformers\n---\n"
 _JOINS_ROWS = ("packing", "padding_free")
 # Attributes of a Trainer that belong to the run, of which compute_loss may read numbers:
 _PARTS = (
@@ -36,19 +45,29 @@ class PrivateTrainer(Trainer):
     """transformers.Trainer whose `train` carries out a privacy plan; evaluation, saving and logs are its own.
 
     `args` says what it says without privacy, but for what the plan determines: batch size, number of steps and gradient
-    clipping. A record's loss is `compute_loss` of a batch of one, on a copy of the Trainer, in which its log does
-    nothing. Nothing is logged of training records; `log` gets the learning rate and ε. The ledger is `ledger.jsonl` in
-    `args.output_dir`.
+    clipping. The plan's sampling alone sets the batch, so that `gradient_accumulation_steps` changes nothing, and
+    `per_device_train_batch_size` is how many records are processed at once; `gradient_checkpointing` is `memory="low"`.
+    A record's loss is `compute_loss` of a batch of one, on a copy of the Trainer, in which its log does nothing.
+    Nothing is logged of training records; `log` gets the learning rate and ε. The ledger is `ledger.jsonl` in
+    `args.output_dir`, and the README.md beside a saved model says its guarantee.
 
     Args:
-        plan: from `make_plan`, for this model, with a δ.
-        options: of `dpexp.Private`, such as `noise_seed`.
+        plan: from `make_plan`, for this model, with a δ; or a function that makes it from the model, once the Trainer
+            has put adapters into it: `lambda model: dpexp.make_plan(model, …)`.
+        options: of `dpexp.Private`, such as `noise_seed`; they come before `args`.
         others: of transformers.Trainer.
     """
 
-    def __init__(self, *args: Any, plan: PrivacyPlan, options: dict[str, Any] | None = None, **others: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        plan: PrivacyPlan | Callable[[nn.Module], PrivacyPlan],
+        options: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
         super().__init__(*args, **others)
-        self.plan, self._options = plan, options or {}
+        self.plan = plan if isinstance(plan, PrivacyPlan) else plan(self.model)
+        self._options = options or {}
         self.private: Private | None = None
         self.control: Any
 
@@ -71,6 +90,7 @@ class PrivateTrainer(Trainer):
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint)
         loader = self.get_train_dataloader()
+        self.is_in_train = True  # an evaluation then leaves the model's dtype
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.state.max_steps = self.plan.rounds
         self.state.compute_steps(args, self.plan.rounds)
@@ -86,8 +106,13 @@ class PrivateTrainer(Trainer):
             model.train()
             if self.control.should_training_stop:
                 break
+        self.is_in_train = False
+        if args.load_best_model_at_end and self.state.best_model_checkpoint:
+            load_best_model(self)
+        metrics = {"epsilon": private.epsilon()}
+        self.log(dict(metrics))
         self.event("train_end")
-        return TrainOutput(private.rounds_done, 0.0, {"epsilon": private.epsilon()})
+        return TrainOutput(private.rounds_done, 0.0, metrics)
 
     def event(self, name: str) -> None:
         """Calls an event of the Trainer's callbacks, such as `step_begin`."""
@@ -101,13 +126,11 @@ class PrivateTrainer(Trainer):
     def _refuse_arguments(self) -> None:
         if self.plan.delta is None:
             raise ConfigError("the plan needs a delta, at which ε is logged: Target(…, delta=1e-5).")
-        if self.args.gradient_accumulation_steps != 1:
-            raise ConfigError("gradient_accumulation_steps must be 1; the plan's sampling rate sets the batch size.")
         if self.args.fp16:
             raise ConfigError("fp16=True scales gradients by the data; use bf16=True, or leave it out.")
         for name in _NOT_SUPPORTED:
             if value := getattr(self.args, name, None):
-                raise ConfigError(f"{name}={value} is not supported by PrivateTrainer; leave it out.")
+                raise ConfigError(f"{name}={value} is not supported by {type(self).__name__}; leave it out.")
         for name in _JOINS_ROWS:
             if getattr(self.args, name, None) or getattr(self.data_collator, name, None):
                 raise ConfigError(
@@ -130,6 +153,9 @@ class PrivateTrainer(Trainer):
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             metrics = self.evaluate()
+            is_best = note_evaluation(self, metrics)
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = is_best
             if isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step(metrics[f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"])
         if self.control.should_save:
@@ -147,22 +173,51 @@ class PrivateTrainer(Trainer):
         self.optimizer.load_state_dict(saved["optimizer"])
         self.lr_scheduler.load_state_dict(saved["scheduler"])
         self.private.load_state_dict(saved["private"])
+        for name, value in saved.get("best", {}).items():
+            setattr(self.state, name, value)
 
     def _save_state(self) -> None:
         assert self.private
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.private.rounds_done}"
         self.save_model(str(folder))
+        if self.state.best_global_step == self.private.rounds_done:
+            self.state.best_model_checkpoint = str(folder)
         states = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict()}
         weights = {name: p.detach().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
-        torch.save(states | {"weights": weights, "private": self.private.state_dict()}, folder / STATE)
+        best = {name: getattr(self.state, name) for name in _BEST}
+        torch.save(states | {"weights": weights, "private": self.private.state_dict(), "best": best}, folder / STATE)
+        if self.args.should_save:  # the folder was written last, so that it is the newest, which is kept
+            limit, kept = self.args.save_total_limit, self.state.best_model_checkpoint
+            rotate_checkpoints(self.args.output_dir, limit, kept, use_mtime=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model, and its guarantee in the README.md beside it."""
+        super().save_model(output_dir, _internal_call)
+        self._write_guarantee(output_dir)
+
+    def create_model_card(self, *args: Any, **others: Any) -> None:
+        """Makes the Trainer's README.md, which `push_to_hub` uploads, and adds the guarantee."""
+        super().create_model_card(*args, **others)
+        self._write_guarantee()
+
+    def _write_guarantee(self, folder: str | None = None) -> None:
+        private = self.private
+        if private is None or not private.ledger_opened or not self.args.should_save:
+            return
+        assert private.delta
+        path = Path(folder or self.args.output_dir) / "README.md"
+        card = path.read_text() if path.exists() else _NEW_CARD
+        section = privacy_section(private.ledger, self.plan, private.rounds_done, private.delta, private.accountant)
+        path.write_text(f"{card.partition(_SECTION)[0].rstrip()}\n\n{_SECTION}\n\n{section}")
 
 
 class _Rounds(Private):
     """The rounds of a PrivateTrainer, which owns the step."""
 
     def __init__(self, trainer: PrivateTrainer, ledger: Path) -> None:
-        memory = "low" if trainer.args.gradient_checkpointing else "usual"
-        options = {"memory": memory} | trainer._options
+        args = trainer.args
+        memory = "low" if args.gradient_checkpointing else "usual"
+        options = {"memory": memory, "max_physical_batch_size": args.per_device_train_batch_size} | trainer._options
         super().__init__(trainer.model, trainer.optimizer, trainer.plan, ledger, **options)
         self._trainer = trainer
         self._logged: set[str] = set()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
@@ -141,8 +141,12 @@ class Private(PrivateTraining):
             raise ConfigError("epsilon needs a delta: private.epsilon(1e-5), or Target(…, delta=1e-5) in the plan.")
         if self._ledger is None and not self.ledger_path.exists():
             return 0.0
-        ledger = self._ledger.ledger if self._ledger else read_ledger(self.ledger_path)
-        return epsilon(ledger, delta, self.accountant)
+        return epsilon(self.ledger, delta, self.accountant)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was released so far."""
+        return self._ledger.ledger if self._ledger else read_ledger(self.ledger_path)
 
     def _training_step(self, loss_of: Callable[[nn.Module, Any], Tensor]) -> TrainingStep:
         return TrainingStep.of(loss_of, self.model)

@@ -6,7 +6,10 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any
 
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.ledger.events import neighbours
+from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.wording import RECALL, before_training, guarantee_in_words, measured, range_of
@@ -67,6 +70,17 @@ def card(
         f"One input: {one_input}.", "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def privacy_section(ledger: Ledger, plan: PrivacyPlan, rounds: int, delta: float, accountant: str) -> str:
+    """The card's section on privacy, of a training without `result.json`."""
+    if ledger.not_private_reason:
+        return f"## Privacy\n\n**Not private**: {ledger.not_private_reason}.\n"
+    result = {
+        "rounds": rounds, "epsilon": {accountant: epsilon(ledger, delta, accountant)}, "delta": delta,
+        "risk": risk(ledger, accountant).figures(), "adjacency": plan.adjacency, "unit": str(plan.privacy_unit),
+    }  # fmt: skip
+    return "\n".join(_guarantee({}, result, plan))
 
 
 def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:

@@ -385,8 +385,41 @@ def test_a_trainer_of_transformers(tmp_path):
     assert dpexp.read_ledger(tmp_path / "job" / "ledger.jsonl").training_rounds == 6
     assert [log["epsilon"] for log in resumed.state.log_history if "epsilon" in log][-1] == resumed.private.epsilon()
     assert [sum("eval_loss" in log for log in one.state.log_history) for one in (killed, resumed)] == [1, 1]
-    with pytest.raises(dpexp.ConfigError, match="gradient_accumulation_steps"):
-        its_trainer("other", gradient_accumulation_steps=2).train()
+    other = its_trainer("other", gradient_accumulation_steps=2, per_device_train_batch_size=3)
+    other.train()
+    assert dpexp.read_ledger(tmp_path / "other" / "ledger.jsonl").training_rounds == 6
+    assert other.private.max_physical_batch_size == 3
+    card = (tmp_path / "other" / "checkpoint-6" / "README.md").read_text()
+    assert "**Not private**: the noise seed is known." in card and "ε" not in card
+
+
+def test_a_trainer_of_transformers_keeps_the_newest_and_the_best_checkpoint_and_loads_the_best(tmp_path):
+    """Also where it goes on after it was killed; the first evaluations are better, as the rate grows."""
+    from transformers import TrainerCallback
+
+    class Worse(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **_):
+            metrics["eval_loss"] = [5, 1, 2, 3, 4, 4][state.global_step - 1]
+
+    def its():
+        return small_trainer(
+            tmp_path, [Worse()], learning_rate=0.01, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+            save_steps=1, load_best_model_at_end=True, save_total_limit=1,
+        )  # fmt: skip
+
+    killed = its()
+    kill_at(4, killed)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    resumed = its()
+    resumed.train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    saved, last = (
+        torch.load(tmp_path / f"checkpoint-{step}" / "private.pt", weights_only=True)["weights"] for step in (2, 6)
+    )
+    for name, p in resumed.model.named_parameters():
+        assert torch.equal(p, saved[name]) and not torch.equal(p, last[name])
 
 
 def small_trainer(folder, callbacks=(), model=None, **arguments):
@@ -424,7 +457,7 @@ def test_a_trainer_of_transformers_calls_all_events_in_their_order(tmp_path):
     small_trainer(tmp_path, [note], logging_strategy="no").train()
     a_round = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     called = [name for name in note.called if name != "on_init_end"]
-    assert called == ["on_train_begin", "on_epoch_begin", *6 * a_round, "on_epoch_end", "on_train_end"]
+    assert called == ["on_train_begin", "on_epoch_begin", *6 * a_round, "on_epoch_end", "on_log", "on_train_end"]
     assert min(note.released) > 0
 
 
@@ -559,6 +592,9 @@ def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path)
         torch.manual_seed(0)
         config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0)
         model = transformers.GPT2LMHeadModel(config)
+        if checkpointing:  # as scripts do by themselves
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
         folder = tmp_path / str(checkpointing)
         usual = {"learning_rate": 0.01, "remove_unused_columns": False}
         trainer = small_trainer(folder, (), model, gradient_checkpointing=checkpointing, **usual)

@@ -291,7 +291,7 @@ def test_the_home_page_leads_to_what_people_have():
     ways = {f"own_loop.md#{anchor}" for anchor in anchors(DOCS / "own_loop.md") if anchor.startswith("i-have")}
     ways |= {f"own_data.md#{anchor}" for anchor in ("a-table", "images", "fine-tune-a-language-model")}
     ways |= {f"tutorials/{notebook.name}" for notebook in NOTEBOOKS} - {"tutorials/sweep.ipynb"}
-    assert len(ways) == 11 and [way for way in ways if f"({way})" not in home] == []
+    assert len(ways) == 12 and [way for way in ways if f"({way})" not in home] == []
     assert '--8<-- "README.md:commands"' in home
     first = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"][:1])]
     assert first[:4] == ["index.md", "quick_start.md", "own_data.md", "own_loop.md"]

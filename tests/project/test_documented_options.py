@@ -32,7 +32,11 @@ MAPPING = re.compile(r"\{([^{}]*)\}|^(\w+: [\w.]+)$")  # {a: 1, b: 2}, or a: 1 b
 OWN = {"conv", "fc", "concentrated", "per_layr"}  # a reader's own groups and classes, and an error
 OTHERS = {  # what looks like an option and is none
     "use_cache", "total_length", "microbatch_size", "poisson_sampling", "secure_mode", "create_graph", "padding",
-    "bf16", "gradient_checkpointing",
+    "bf16", "gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "save_total_limit", "save_strategy", "peft_config", "report_to", "packing", "padding_free", "fp16", "loss_type",
+    "auto_find_batch_size", "load_best_model_at_end", "neftune_noise_alpha", "use_liger_kernel",
+    "activation_offloading", "make_private_with_epsilon", "max_grad_norm", "DPDataLoader", "DPLSTM",
+    "DPMultiheadAttention", "GradSampleModule", "save_checkpoint", "max_steps",
     "options", "norms", "install", "key", "viewStateShareKey", "collate_fn", "__getitems__", "augment.sd",
     "trainer.should_stop", "trainer.train_dataloader.dataset", "tracking.data_budget", "train.user_of",
     *re.findall(r"^    (\w+)=", "\n".join(COMMANDS.values()), re.MULTILINE),
@@ -154,7 +158,7 @@ def codes(path):
     text = text_of(path)
     if path.suffix in (".md", ".ipynb"):
         for language, _, content in FENCED.findall(text):
-            yield from comments(content) if language in ("yaml", "python", "py") else content.splitlines()
+            yield from comments(content) if language in ("yaml", "python", "py", "diff") else content.splitlines()
     if path.suffix == ".yaml":
         return (yield from comments(text))
     for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", FENCED.sub("", text)):

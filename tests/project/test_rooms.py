@@ -22,7 +22,7 @@ ROOMS = {
     "privacy": ({"accounting", *PRIVACY}, APPLICATION | {"dp_accounting"}),
     "reporting": ({"accounting", *PRIVACY} - {"privacy/gradients", "privacy/sampling"}, HEAVY),
     "tracking": ({"accounting", "reporting", *PRIVACY}, {"hydra", "omegaconf"}),
-    "integrations": ({"accounting", *PRIVACY}, APPLICATION),
+    "integrations": ({"accounting", "reporting", *PRIVACY}, APPLICATION),
     "commands": ({"accounting", "reporting", "tracking", "training", *PRIVACY}, {"mlflow"}),
 }
 WATCHES_A_TRAINING = {"reporting/terminal.py": {"pytorch_lightning"}}
