@@ -2,7 +2,7 @@
 
     python benchmarks/figures.py DATA NAME …   # PYTHONPATH=.:tests for audit_power.png
 
-DATA holds the folders fashion_mnist, mnist, adult and shakespeare. Runs of sweeps and of docs/results.md that
+DATA holds the folders fashion_mnist, mnist, adult, shakespeare and debian. Runs of sweeps and of docs/results.md that
 outputs/mlflow.db has here are not run again. tests/project/test_documented_options.py reads what is written.
 """
 
@@ -34,6 +34,7 @@ COMMANDS = {  # figure: its commands, of which the last draws it, with about how
         "benchmarks/results.py run DATA mnist_frontier fashion_frontier cifar10_features adult",
         "benchmarks/results.py write",
     ],
+    "texts.png": ["benchmarks/results.py run DATA text_features text_lora", "benchmarks/results.py texts"],  # 2 hours
     "figure2.png": ["benchmarks/figure2.py"],  # half a minute
     "shakespeare.png": ["benchmarks/shakespeare.py data.root=DATA/shakespeare"],  # half an hour
     "audit_power.png": ["benchmarks/audit.py power 20"],  # hours

@@ -2,9 +2,10 @@
 
     python benchmarks/results.py run DATA [NAME …] [KEY=VALUE …]   # each at its seeds; what was run is not run again
     python benchmarks/results.py write      # docs/results.csv, docs/results.md between its two marks, docs/curves.png
+    python benchmarks/results.py texts      # likewise, with docs/texts.png in place of docs/curves.png
 
-DATA holds the folders mnist, fashion_mnist, cifar10, adult and shakespeare. NAMEs are those of ROWS, all if none is
-given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments results/NAME of
+DATA holds the folders mnist, fashion_mnist, cifar10, adult, shakespeare and debian. NAMEs are those of ROWS, all if
+none is given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments results/NAME of
 $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import mlflow
 from matplotlib.figure import Figure
@@ -38,13 +40,16 @@ class Row:
 
     Args:
         command: what follows `python -m dpexp`.
-        folder: of DATA, which the command is given as data.root; None: it needs none.
+        folder: of DATA; None: it needs none.
+        files: keys of the command -> what they are given of the folder; "": the folder itself.
         published: at each ε, the best test accuracy that others report, in per cent, and who.
         seeds: so many, from 0 on.
         epsilons: it is run at each; (): at that of the command.
         goals: at each ε, the test accuracy aimed at, in per cent.
         tested: number of test records.
         title: of its curve in the figure.
+        always: test accuracy of always giving the most frequent class, in per cent, for the figure of texts; None: it
+            is not there.
     """
 
     command: str
@@ -55,9 +60,14 @@ class Row:
     goals: Mapping[float, float] = field(default_factory=dict)
     tested: int = 10_000
     title: str = ""
+    always: float | None = None
+    files: Mapping[str, str] = field(default_factory=lambda: {"data.root": ""})
 
 
 DPSUR, SCATTERING = "DPSUR, 2024", "Tramèr & Boneh, 2021"
+DEBIAN: dict[str, Any] = {
+    "tested": 6061, "always": 11.04, "files": {"data.path": "train.jsonl", "data.test_path": "test.jsonl"}
+}  # fmt: skip
 ROWS = {
     "digits": Row("group=conv_fc mechanism=joint", None, tested=360),
     "pca_mlp": Row("experiment=pca_mlp", "mnist", {2: (95, "Abadi et al., 2016")}, epsilons=(2,)),
@@ -85,11 +95,20 @@ ROWS = {
     ),
     "mnist_users": Row("experiment=mnist_users", "mnist"),
     "shakespeare_users": Row("experiment=shakespeare_users", "shakespeare", seeds=1, tested=0),
+    "text_features": Row(
+        "experiment=text_features data.n=53951 privacy.delta=1e-6", "debian", epsilons=(1, 3, 8),
+        title="linear, on embeddings", **DEBIAN,
+    ),
+    "text_lora": Row(
+        "experiment=text_lora data.n=53951 privacy.delta=1e-6", "debian", seeds=1, epsilons=(1, 3, 8), title="LoRA",
+        **DEBIAN,
+    ),
 }  # fmt: skip
 
 
 SPEED = ("trainer.compile", "trainer.threads", "trainer.max_physical_batch_size", "trainer.num_workers")
-ASIDE = ("tracking.", "data.root=", "data.cache=", *(f"{key}=" for key in SPEED))  # what changes no figure
+COPIES = ("data.encoder", "model.name")  # of what the hub has
+ASIDE = ("tracking.", *(f"{key}=" for key in ("data.root", "data.cache", *COPIES, *SPEED)))  # what changes no figure
 
 
 def run(name: str, data: Path, *aside: str) -> None:
@@ -101,7 +120,7 @@ def run(name: str, data: Path, *aside: str) -> None:
     row = ROWS[name]
     given = [*row.command.split(), f"seed=range({row.seeds})", f"tracking.experiment=results/{name}", *aside]
     if row.folder is not None:
-        given.append(f"data.root={data / row.folder}")
+        given += [f"{key}={data / row.folder / name}" for key, name in row.files.items()]
     if row.epsilons:
         given.append(f"privacy.epsilon={','.join(map(str, row.epsilons))}")
     subprocess.run([sys.executable, "-m", "dpexp", "-m", *given], check=True)
@@ -148,7 +167,10 @@ def found() -> DataFrame:
 def _but_for_places(configuration: str) -> str:
     """Without where data, features and checkpoints are kept."""
     settings = json.loads(configuration)
-    places = ("data.root", "data.module.root", "data.cache", "data.id", "checkpoint.")
+    places = (
+        "data.root", "data.module.root", "data.cache", "data.id", "checkpoint.", "data.path", "data.test_path",
+        "data.module.path", "data.module.test_path", *COPIES, "data.module.tokenizer", "data.features_of.name",
+    )  # fmt: skip
     return json.dumps({key: value for key, value in settings.items() if not key.startswith(places)}, sort_keys=True)
 
 
@@ -200,13 +222,37 @@ def row_of(command: str) -> str:
     return next(name for name, row in ROWS.items() if row.command == without_epsilon)
 
 
-def curves(lines: list[str], path: Path) -> None:
-    """Accuracy against ε of the experiments that have several rows, with what others report."""
+def points_of(lines: list[str]) -> dict[str, dict[float, tuple[float, float]]]:
+    """Of each experiment: ε -> test accuracy, and its standard deviation."""
     points: dict[str, dict[float, tuple[float, float]]] = {}
     for command, epsilon, here, *_ in map(cells_of, lines):
         mean, _, spread = here.partition("±")
         points.setdefault(row_of(command), {})[float(epsilon)] = float(mean), float(spread or 0)
-    shown = {name: curve for name, curve in points.items() if len(curve) > 1}
+    return points
+
+
+def texts(lines: list[str], path: Path) -> None:
+    """Accuracy against ε of the classifiers of texts."""
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    shown = {name: curve for name, curve in points_of(lines).items() if ROWS[name].always is not None}
+    for name, curve in shown.items():
+        axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label=ROWS[name].title)
+    axes.axhline(DEBIAN["always"], color="gray", linestyle=":", label="the most frequent section")
+    axes.set_xscale("log")
+    axes.set_xticks([1, 3, 8], ["1", "3", "8"])
+    axes.minorticks_off()
+    axes.set_ylim(0)
+    axes.set(xlabel="ε at δ = 1e-6", ylabel="test accuracy, %")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=200)
+
+
+def curves(lines: list[str], path: Path) -> None:
+    """Accuracy against ε of the other experiments that have several rows, with what others report."""
+    points = points_of(lines).items()
+    shown = {name: curve for name, curve in points if ROWS[name].always is None and len(curve) > 1}
     names = [*shown, *[*shown][-1:] * (len(shown) % 2)]  # of an odd number the last has a row of its own
     grid = [names[k : k + 2] for k in range(0, len(names), 2)]
     figure = Figure(figsize=(6, 2.3 * len(grid)), layout="constrained")  # so narrow that a phone shows it whole
@@ -262,5 +308,7 @@ if __name__ == "__main__":
                 run(name, Path(data).resolve(), *overrides)
         case ["write"]:
             curves(write(PAGE), PAGE.parent / "curves.png")
+        case ["texts"]:
+            texts(write(PAGE), PAGE.parent / "texts.png")
         case _:
             sys.exit(__doc__)

@@ -54,6 +54,7 @@ class Data:
     unit: str | None = None
     length: int | None = None
     text: str | None = None
+    encoder: str | None = None
     prompt: str | None = None
     messages: str | None = None
     chat_template: str | None = None
@@ -175,10 +176,12 @@ def register() -> None:
         "unless": _unless, "finite": lambda value: value is None or math.isfinite(value), "cwd": os.getcwd,
         "tracking_uri": tracking_uri, "artifact_folder": _artifact_folder, "resolved": _resolved, "table": _table,
         "class_names": _class_names, "class_count": _class_count, "batch_size_for": _batch_size_for,
-        "image_shape": _image_shape, "power_of_ten_below": _power_of_ten_below,
+        "image_shape": _image_shape, "power_of_ten_below": _power_of_ten_below, "labels_in": _labels_in,
+        "hidden_size": _hidden_size,
     }  # fmt: skip
     for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+        reads_texts = name in ("labels_in", "hidden_size")  # once for a configuration, not for each of its values
+        OmegaConf.register_new_resolver(name, resolver, replace=True, use_cache=reads_texts)
 
 
 def tracking_uri() -> str:
@@ -228,6 +231,19 @@ def _class_names(*source: str | None) -> list[str]:
     from dpexp.training.data.images import class_names  # imports torch
 
     return class_names(*source)
+
+
+def _labels_in(test_path: str, label: str) -> list[str]:
+    """The public names of classes of texts; see `text_features.labels_in`."""
+    from dpexp.training.data.text_features import labels_in  # imports torch
+
+    return labels_in(test_path, label)
+
+
+def _hidden_size(encoder: str) -> int:
+    from dpexp.training.language import hidden_size  # imports torch
+
+    return hidden_size(encoder)
 
 
 def _class_count(names: Any) -> int:

@@ -28,11 +28,21 @@ def causal_lm(name: str, dtype: str = "float32") -> nn.Module:
 
 def sequence_classifier(name: str, class_names: list[Any]) -> nn.Module:
     """A classifier of texts in float32, with the weights of `name` and, unless these have one, a random head."""
-    options = {"num_labels": len(class_names), "problem_type": "single_label_classification"}
+    options: dict[str, Any] = {"num_labels": len(class_names), "problem_type": "single_label_classification"}
     tokenizer = tokenizer_of(name)
     return _from_pretrained(
         "AutoModelForSequenceClassification", name, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id, **options
     )
+
+
+def encoder(name: str) -> Any:
+    """A transformer without a head in float32, in evaluation mode."""
+    return _from_pretrained("AutoModel", name, dtype=torch.float32).eval()
+
+
+def hidden_size(name: str) -> int:
+    """The number of values of a transformer's hidden state."""
+    return _from_pretrained("AutoConfig", name, key="data.encoder").hidden_size  # type: ignore[no-any-return]
 
 
 def tokenizer_of(name: str) -> Any:
@@ -54,7 +64,7 @@ def max_positions(name: str) -> int | None:
     return getattr(_from_pretrained("AutoConfig", name), "max_position_embeddings", None)
 
 
-def _from_pretrained(class_name: str, name: str, **options: Any) -> Any:
+def _from_pretrained(class_name: str, name: str, key: str = "model.name", **options: Any) -> Any:
     try:
         auto_class = getattr(import_module("transformers"), class_name)
     except ImportError as error:
@@ -65,8 +75,7 @@ def _from_pretrained(class_name: str, name: str, **options: Any) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         reason = in_one_line(error)[:200]
         raise ConfigError(
-            f"model.name={name} is neither a folder nor a name on the hub from which {class_name} can be loaded: "
-            f"{reason}"
+            f"{key}={name} is neither a folder nor a name on the hub from which {class_name} can be loaded: {reason}"
         ) from error
 
 
