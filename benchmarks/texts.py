@@ -1,6 +1,6 @@
-"""The same private adapters of a text classifier by dpexp, Opacus and Opake, and by peft without privacy.
+"""The same private adapters of a text classifier by dpexp and Opacus, and by peft without privacy.
 
-    python benchmarks/texts.py MODEL DATA [--rounds 20] [--opake PYTHON]
+    python benchmarks/texts.py MODEL DATA [--rounds 20]
 
 MODEL is a folder of transformers with an encoder; DATA has train.jsonl and test.jsonl with `text` and `label`. Each
 library runs in a process of its own on one core: model, initial adapters, texts, batch, rounds, clipping norm and ε are
@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("peft", "dpexp", "Opacus", "Opake")
+LIBRARIES = ("peft", "dpexp", "Opacus")
 LENGTH, BATCH, PHYSICAL, TESTED = 32, 256, 32, 1000
 EPSILON, DELTA, BOUND, RATE, RANK = 8.0, 1e-6, 0.5, 2e-3, 8
 _ticks: list[float] = []
@@ -32,7 +32,6 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("data")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--opake", help="an interpreter that has it, and transformers and peft")
     parser.add_argument("--one", choices=LIBRARIES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -40,9 +39,7 @@ def main() -> None:
         return
     print("| library | accuracy, % | z; ε | CPU ms a record | MiB |\n|---|---|---|---|---|")
     for name in LIBRARIES:
-        python = given.opake if name == "Opake" else sys.executable
-        if python:
-            print(row(name, [python, __file__, *sys.argv[1:], "--one", name]), flush=True)
+        print(row(name, [sys.executable, __file__, *sys.argv[1:], "--one", name]), flush=True)
 
 
 def row(name: str, command: list[str]) -> str:
@@ -64,7 +61,7 @@ def trained(name: str, folder: str, data: Path, rounds: int) -> dict[str, Any]:
     names = sorted({row["label"] for row in rows["test"]})
     train, test = (tensors(rows[part], folder, names) for part in ("train", "test"))
     model = adapted(folder, len(names))
-    found = {"peft": by_peft, "dpexp": by_dpexp, "Opacus": by_opacus, "Opake": by_opake}[name](model, train, rounds)
+    found = {"peft": by_peft, "dpexp": by_dpexp, "Opacus": by_opacus}[name](model, train, rounds)
     model.eval()
     with torch.no_grad():
         parts = [model(input_ids=ids, attention_mask=mask).logits.argmax(1) for ids, mask in zip(
@@ -98,9 +95,8 @@ def adapted(folder: str, classes: int) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(0)
-    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=classes, dtype=torch.float32, **without
+        folder, num_labels=classes, dtype=torch.float32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["query", "value"], modules_to_save=["classifier"])
     return get_peft_model(model, config)
@@ -187,49 +183,6 @@ def by_opacus(model: Any, train: Any, rounds: int) -> dict[str, float]:
             if done == rounds:
                 break
     return {"z": z, "epsilon": engine.get_epsilon(DELTA)}
-
-
-def by_opake(model: Any, train: Any, rounds: int) -> dict[str, float]:
-    from opake import accounting
-    from opake.dpsgd import accounting as dpsgd
-    from opake.dpsgd.clipping import clipped_grad
-    from opake.dpsgd.noise import gaussian_noise
-    from opake.dpsgd.sampling import PoissonSampler
-    from opake.functional import make_functional, with_batch_dim
-    from opake.optimizers import adam
-    from opake.random import random_key
-    from torch.nn.functional import cross_entropy
-    from torch.utils.data import DataLoader, TensorDataset
-    from torchopt import apply_updates
-
-    n = len(train[0])
-
-    def process(z: float) -> Any:
-        return dpsgd.poisson(dpsgd.gaussian(z), sample_rate=BATCH / n) * rounds
-
-    budget = accounting.epsilon_budget(EPSILON, delta=DELTA)
-    z = accounting.calibrate(budget, process, param_min=0.1, param_max=10.0).param
-    forward, w, _ = make_functional(model, disable_autograd_tracking=True, partition_trainable=True)
-
-    def loss(w: Any, ids: Any, mask: Any, y: Any) -> Any:
-        return cross_entropy(forward(w, input_ids=ids, attention_mask=mask).logits, y)
-
-    gradient, clip_state = clipped_grad(
-        with_batch_dim(loss, batch_argnums=(1, 2, 3)), clipping_norm=BOUND, batch_argnums=(1, 2, 3), normalize_by=BATCH
-    )
-    noise, noise_state = gaussian_noise(noise_multiplier=z, key=random_key())
-    optimizer = adam(RATE)
-    state = optimizer.init(w)
-    sampler = PoissonSampler(TensorDataset(*train), BATCH / n, rounds, key=random_key())
-    tick()
-    for ids, mask, y in DataLoader(TensorDataset(*train), batch_sampler=sampler):
-        clipped, clip_state = gradient(w, ids, mask, y, state=clip_state)
-        noisy, noise_state = noise(clipped, noise_state)
-        change, state = optimizer.update(noisy, state, params=w)
-        w = apply_updates(w, change)
-        tick()
-    model.load_state_dict(w, strict=False)
-    return {"z": z, "epsilon": process(z).epsilon_at(DELTA)}
 
 
 if __name__ == "__main__":

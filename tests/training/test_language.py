@@ -500,8 +500,10 @@ def test_the_plan_says_how_long_test_texts_are_and_how_many_are_cut(folder, dpex
     asked("test.jsonl", [("a", "b c"), ("a", "b " * 20), ("a b c", "d")])  # 4, 22 and 5 tokens, with the end
     options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt=ask", "train=false", "tracking=none")
     dpexp_job(*JOB, *options, "sampling.expected_batch_size=30")
-    said = "Test texts have 10.3 tokens on average, at most 22; data.length=12 cuts 1 of 3. A round has about 210 tokens"
-    assert said in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "Test texts have 10.3 tokens on average, at most 22; data.length=12 cuts 1 of 3. A round has about 210 " in said
+    )
 
 
 def write_prompts():
