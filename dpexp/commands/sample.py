@@ -122,7 +122,7 @@ def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 def _cost(about: Mapping[str, str]) -> str:
     """What the texts cost, in words; `about`: of the model's weights."""
-    if "epsilon" not in about:
+    if about.get("private") != "True":
         return "The model is not private, and nor are they."
     epsilon, delta = up(float(about["epsilon"]), 4), about["delta"]
     return f"They cost no ε of their own: with the model, they are (ε = {epsilon}, δ = {delta})-private."

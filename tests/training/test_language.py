@@ -321,6 +321,31 @@ def test_samples_that_cannot_be_made_are_refused(prompted, arguments, sentence):
         prompted("sample", "job", *arguments)
 
 
+def test_samples_of_a_job_with_a_known_noise_seed_are_not_called_private(prompted, capsys):
+    prompted("sample", "job", "labels.csv")
+    assert "The model is not private, and nor are they" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_a_missing_value_in_one_file_changes_no_record_of_another(folder, kind):
+    """In Parquet, pandas writes a column of integers with a missing one as floats."""
+    read = []
+    for last in (7, None):
+        first = {"text": ["a b", "c d"], "who": [2**53 + 1, 2**53]}
+        for name, rows in (("part-1", first), ("part-2", {"text": ["e f", "g h"], "who": [6, last]})):
+            table = pd.DataFrame(rows)
+            if kind == "parquet":
+                table.to_parquet(f"{name}.parquet")
+            elif kind == "csv":
+                table.to_csv(f"{name}.csv", index=False)
+            else:
+                table.to_json(f"{name}.jsonl", orient="records", lines=True)
+        data = documents(f"part-*.{kind}", user="who").train
+        read.append((data.ids.tolist(), data.user_of[:2], data.user_of[3] >= 0))
+    assert read[0][0] == read[1][0] and len({*read[0][1]}) == len({*read[1][1]}) == 2
+    assert read[0][2] and not read[1][2]
+
+
 @pytest.fixture
 def prompted(folder, dpexp_job):
     """A trained job on prompts of two fields, in the folder `job`."""

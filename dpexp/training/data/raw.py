@@ -147,7 +147,8 @@ def rows_of(key: str, path: str, text: str | None = None, named: Mapping[str, st
             rows = _of_hugging_face(split_of(path, None, split, *(named or ())))
         else:
             parts = [_rows_of_file(f"{key}={path}", one, text, named) for one in files_of(path) or [file]]
-            rows = parts[0] if len(parts) == 1 else concat(parts, ignore_index=True)
+            # As objects: a missing value in one file must not change how another's numbers are read.
+            rows = parts[0] if len(parts) == 1 else concat([one.astype(object) for one in parts], ignore_index=True)
         check_columns(f"{key}={path}", rows, named or {})
         return rows
     except ConfigError:
