@@ -1,5 +1,6 @@
 """A `Trainer` of transformers that trains privately."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -185,7 +186,9 @@ class PrivateTrainer(Trainer):
         states = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict()}
         weights = {name: p.detach().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
         best = {name: getattr(self.state, name) for name in _BEST}
-        torch.save(states | {"weights": weights, "private": self.private.state_dict(), "best": best}, folder / STATE)
+        whole = states | {"weights": weights, "private": self.private.state_dict(), "best": best}
+        torch.save(whole, folder / f"{STATE}.part")
+        os.replace(folder / f"{STATE}.part", folder / STATE)  # a killed process leaves none that is cut off
         if self.args.should_save:  # the folder was written last, so that it is the newest, which is kept
             limit, kept = self.args.save_total_limit, self.state.best_model_checkpoint
             rotate_checkpoints(self.args.output_dir, limit, kept, use_mtime=True)
@@ -207,7 +210,8 @@ class PrivateTrainer(Trainer):
         assert private.delta
         path = Path(folder or self.args.output_dir) / "README.md"
         card = path.read_text() if path.exists() else _NEW_CARD
-        section = privacy_section(private.ledger, self.plan, private.rounds_done, private.delta, private.accountant)
+        rounds = private.ledger.training_rounds  # more than were done, if a resume did some again
+        section = privacy_section(private.ledger, self.plan, rounds, private.delta, private.accountant)
         path.write_text(f"{card.partition(_SECTION)[0].rstrip()}\n\n{_SECTION}\n\n{section}")
 
 

@@ -113,7 +113,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     for line in before_training(plan, result["delta"]):
         lines += ["", f"{line}."]
     lines += [
-        "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
+        "", "The guarantee covers the weights, and every checkpoint of the run until then. It does not cover", "",
         NOT_COVERED, "",
     ]  # fmt: skip
     return lines

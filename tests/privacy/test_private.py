@@ -420,6 +420,10 @@ def test_a_trainer_of_transformers_keeps_the_newest_and_the_best_checkpoint_and_
     )
     for name, p in resumed.model.named_parameters():
         assert torch.equal(p, saved[name]) and not torch.equal(p, last[name])
+    again = its()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 10
+    assert "10 rounds with sampling" in (tmp_path / "checkpoint-6" / "README.md").read_text()
 
 
 def small_trainer(folder, callbacks=(), model=None, **arguments):
