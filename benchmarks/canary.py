@@ -78,7 +78,7 @@ def made_model(public: list[dict[str, str]], folder: Path) -> Any:
 def run(folder: Path, number: int, options: list[str]) -> float:
     """Trains and samples; the test perplexity."""
     job = [
-        "experiment=finetune_lm", "fine_tuning=all", "model.name=tiny", "data.path=train.jsonl",
+        "experiment=finetune_lm", "fine_tuning=all", f"model.name={folder}/tiny", "data.path=train.jsonl",
         "data.test_path=test.jsonl", f"data.length={LENGTH}", "sampling.epochs=null", "sampling.steps=200",
         "optimizer.lr=0.003", "clip_norm.value=0.3", "trainer.max_physical_batch_size=64", "trainer.num_evaluations=0",
         "tracking=none", "data.prompts=[]", f"hydra.run.dir=job{number}", *options,

@@ -125,4 +125,5 @@ def _cost(about: Mapping[str, str]) -> str:
     if about.get("private") != "True":
         return "The model is not private, and nor are they."
     epsilon, delta = up(float(about["epsilon"]), 4), about["delta"]
-    return f"They cost no ε of their own: with the model, they are (ε = {epsilon}, δ = {delta})-private."
+    claimed = f"(ε = {epsilon}, δ = {delta})-private"
+    return f"They cost no ε of their own: if the prompts are public, they and the model are {claimed}."

@@ -9,6 +9,7 @@ from collections import Counter
 import datasets
 import mlflow
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from peft import PeftModel
@@ -295,7 +296,10 @@ def test_the_likeliest_words_are_what_predict_continues_with(folder, dpexp_job, 
     alone = predict([str(job), "some.csv"])
     found = sample([str(job), "some.csv", "temperature=0.0001"])
     assert {record["text"] for record in found} == {*(alone["text"] + alone["continuation"])}
-    assert "They cost no ε of their own: with the model, they are (ε = 7.9" in capsys.readouterr().out
+    assert (
+        "They cost no ε of their own: if the prompts are public, they and the model are (ε = 7.9"
+        in capsys.readouterr().out
+    )
     assert len(sample([str(job), "count=5"])) == 5
 
 
@@ -324,6 +328,14 @@ def test_samples_that_cannot_be_made_are_refused(prompted, arguments, sentence):
 def test_samples_of_a_job_with_a_known_noise_seed_are_not_called_private(prompted, capsys):
     prompted("sample", "job", "labels.csv")
     assert "The model is not private, and nor are they" in capsys.readouterr().out
+
+
+def test_a_value_that_python_has_not_leaves_other_records_of_hugging_face_in_their_places(folder):
+    far = pa.array([0, 2**62], pa.timestamp("s"))
+    table = pa.table({"text": pa.array([b"a b", b"\xff"]).view(pa.string()), "kind": ["cat", "other"], "when": far})
+    datasets.DatasetDict({"train": datasets.Dataset(table)}).save_to_disk("saved")
+    assert documents("saved").train.usable.tolist() == [True, False]
+    assert documents("saved", prompt="when").train.usable.tolist() == [False, False]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])

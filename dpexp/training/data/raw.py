@@ -180,13 +180,13 @@ def _rows_of_file(where: str, file: Path, text: str | None, named: Mapping[str, 
 
 def _of_hugging_face(split: Any) -> DataFrame:
     """The rows of a split; a class is given by its name."""
-    columns = {}
+    found = split.with_format("arrow")[:]
+    rows = DataFrame({text_of(name): _series(found[name]) for name in found.column_names})
     for name, feature in split.features.items():
-        values = [*split[name]]
         if names := getattr(feature, "names", None):
-            values = [None if k is None or not 0 <= k < len(names) else names[k] for k in values]
-        columns[text_of(name)] = Series(values, dtype=object)
-    return DataFrame(columns)
+            known = dict(enumerate(names))
+            rows[text_of(name)] = Series([known.get(k) for k in rows[text_of(name)]], dtype=object)
+    return rows
 
 
 def _parquet(where: str, file: Path) -> DataFrame:
