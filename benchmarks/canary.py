@@ -52,8 +52,9 @@ def main() -> None:
             found = run(folder, number, [*options, *users, f"data.n={len(train)}"])
             losses = [loss_of(dpexp.load(folder / f"job{number}"), tokenizer, code) for code in codes]
             rank = 1 + sum(loss < losses[codes.index(SECRET)] for loss in losses)
-            samples = [json.loads(line)["text"] for line in (folder / "samples.jsonl").read_text().splitlines()]
-            print(f"| {kind} | {found:.1f} | {rank} | {samples.count(SECRET)} |", flush=True)
+            lines = (folder / "samples.jsonl").read_text().splitlines()
+            told = sum(json.loads(line)["text"].replace(" ", "") == SECRET.replace(" ", "") for line in lines)
+            print(f"| {kind} | {found:.1f} | {rank} | {told} |", flush=True)
 
 
 def read(path: Path) -> list[dict[str, str]]:

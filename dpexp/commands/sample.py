@@ -56,7 +56,9 @@ def sample(arguments: Sequence[str]) -> list[dict[str, Any]]:
         saved, about = Saved(folder), read_metadata(folder / WEIGHTS)
         if not isinstance(saved.data, Documents):
             raise ConfigError(f"sample: the model of {run} writes no texts; data=documents trains one that does.")
-        prompts = _prompts(saved.data, path, saved.cfg.data.path, options)
+        if path is not None and _is_private(path, saved.cfg.data.path, folder):
+            raise ConfigError(f"sample: {path} holds the training records, and a prompt must be public.")
+        prompts = _prompts(saved.data, path, options)
         encoded = saved.data.prompt_ids(prompts)
         saved.restore()
     torch.manual_seed(options.seed)
@@ -87,18 +89,27 @@ def _options(given: Mapping[str, str]) -> Options:
     return Options(**values)
 
 
-def _prompts(data: Documents, path: str | None, private: str, options: Options) -> DataFrame:
+def _is_private(path: str, private: str, folder: Path) -> bool:
+    """Whether a file is that of the training records of a job, or one of them; a copy is not recognized."""
+    hydra = folder / ".hydra" / "hydra.yaml"  # which a folder from a server has not
+    start = Path(yaml.safe_load(hydra.read_text())["hydra"]["runtime"]["cwd"]) if hydra.exists() else Path.cwd()
+    asked = Path(path).expanduser().resolve()
+    files = files_of(str(start / Path(private).expanduser()))
+    return path == private or any(
+        file.resolve() in (asked, *asked.parents) or (asked.exists() and file.samefile(asked)) for file in files
+    )
+
+
+def _prompts(data: Documents, path: str | None, options: Options) -> DataFrame:
     """The inputs that are continued, one for each sample.
 
     Raises:
-        ConfigError: they are the training records, or their shares are no shares.
+        ConfigError: there are none, or their shares are no shares.
     """
     if path is None:
         if not data.form.asks_nothing:
             raise ConfigError(f"sample needs FILE, public prompts with the fields {', '.join(data.form.asked)}.")
         return DataFrame([data.form.input_of("")] * (options.count or 1))
-    if {file.resolve() for file in files_of(private)} & {file.resolve() for file in files_of(path)}:
-        raise ConfigError(f"sample: {path} holds the training records, and a prompt must be public.")
     rows = data.read_inputs(Path(path).expanduser())
     if not len(rows):
         raise ConfigError(f"sample: {path} holds no prompt.")

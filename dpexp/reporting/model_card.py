@@ -59,7 +59,7 @@ def card(
         lines += ["| measured on the test set | |", "|---|---|"]
         lines += [f"| {_named(name, result)} | {measured(name, metrics[name])} |" for name in sorted(metrics)]
         lines.append("")
-    if plan is not None and "epsilon" in result:
+    if plan is not None and result["private"] and "epsilon" in result:
         lines += _guarantee(names, result, plan)
     if lost:
         lines += [f"**Not saved**: {', '.join(lost)}, which are no tensors; a loaded model starts them anew.", ""]

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import mlflow
@@ -325,9 +327,21 @@ def test_samples_that_cannot_be_made_are_refused(prompted, arguments, sentence):
         prompted("sample", "job", *arguments)
 
 
-def test_samples_of_a_job_with_a_known_noise_seed_are_not_called_private(prompted, capsys):
+def test_a_job_with_a_known_noise_seed_and_its_samples_are_not_called_private(folder, prompted, capsys):
     prompted("sample", "job", "labels.csv")
     assert "The model is not private, and nor are they" in capsys.readouterr().out
+    card = (folder / "job" / "card.md").read_text()
+    assert "**Not private**" in card and "ε" not in card
+
+
+def test_training_records_are_no_prompts_from_another_folder_or_by_another_name(folder, prompted, monkeypatch):
+    os.link("train.jsonl", "linked.jsonl")
+    Path("other").mkdir()
+    os.symlink(folder / "tiny", "other/tiny")
+    monkeypatch.chdir("other")
+    for name in ("../train.jsonl", "../linked.jsonl"):
+        with pytest.raises(ConfigError, match="holds the training records, and a prompt must be public"):
+            sample(["../job", name])
 
 
 def test_a_value_that_python_has_not_leaves_other_records_of_hugging_face_in_their_places(folder):
