@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
 PLAIN = {  # text without colours and progress bars, set by a first cell, since the kernel sets some otherwise
     "TERM": "dumb", "TTY_COMPATIBLE": "0", "NO_COLOR": "1", "FORCE_COLOR": "", "CLICOLOR_FORCE": "", "COLUMNS": "110",
     "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "LOGNAME": "ann",
+    "TRANSFORMERS_VERBOSITY": "error",
 }  # fmt: skip
 FIRST = f"""
 import os

@@ -36,7 +36,8 @@ def test_one_composes_again_and_with_options_of_ones_own(tmp_path):
 
 
 def test_every_experiment_and_sweep_composes_and_has_a_model():
-    of_ones_own = ("table", "finetune_lm", "finetune_classifier")  # users give what their data are
+    of_texts = ("finetune_lm", "finetune_classifier", "text_features", "text_lora", "text_synthetic")
+    of_ones_own = ("table", *of_texts)  # users give what their data are
     for path in CONF.glob("experiment/*.yaml"):
         known = ["data.n=9"] if path.stem in of_ones_own else []
         cfg = dpexp.compose(f"experiment={path.stem}", "data.root=.", *known)
@@ -53,7 +54,7 @@ def test_every_experiment_and_sweep_composes_and_has_a_model():
 def test_every_tutorial_is_kept_with_the_outputs_of_its_commands():
     """And none has an error, colours, or a path of the machine that ran it (python benchmarks/tutorials.py --write)."""
     tutorials = [*(CONF.parent / "docs" / "tutorials").glob("*.ipynb")]
-    assert len(tutorials) == 6
+    assert len(tutorials) == 7
     for path in tutorials:
         for cell in json.loads(path.read_text())["cells"]:
             outputs, text = cell.get("outputs", []), json.dumps(cell.get("outputs", []))
