@@ -53,7 +53,7 @@ def main() -> None:
             losses = [loss_of(dpexp.load(folder / f"job{number}"), tokenizer, code) for code in codes]
             rank = 1 + sum(loss < losses[codes.index(SECRET)] for loss in losses)
             lines = (folder / "samples.jsonl").read_text().splitlines()
-            told = sum(json.loads(line)["text"].replace(" ", "") == SECRET.replace(" ", "") for line in lines)
+            told = sum(json.loads(line)["text"] == SECRET for line in lines)
             print(f"| {kind} | {found:.1f} | {rank} | {told} |", flush=True)
 
 

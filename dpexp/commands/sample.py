@@ -1,6 +1,5 @@
 """`python -m dpexp sample`: synthetic texts, written by the language model of a finished job."""
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ from rich.progress import track
 
 from dpexp.accounting.rounding import up
 from dpexp.commands.saved_jobs import Saved, located, run_and_options
-from dpexp.errors import ConfigError, Count, Positive, Rate, between, check_ranges, made_from
+from dpexp.errors import ConfigError, Count, Positive, Rate, between, checks_arguments, made_from
 from dpexp.reporting.terminal import console
 from dpexp.tracking.job_folder import WEIGHTS
 from dpexp.training.data.documents import Documents
@@ -24,6 +23,7 @@ from dpexp.training.pretrained import read_metadata
 _SHARE = "share"  # the column of a prompt's share of the samples
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Options:
     """How texts are sampled.
@@ -85,8 +85,7 @@ def sample(arguments: Sequence[str]) -> list[dict[str, Any]]:
 def _options(given: Mapping[str, str]) -> Options:
     values: dict[str, Any] = {name: value if name == "out" else yaml.safe_load(value) for name, value in given.items()}
     with made_from("sample"):
-        check_ranges(Options, inspect.signature(Options), values)
-    return Options(**values)
+        return Options(**values)
 
 
 def _is_private(path: str, private: str, folder: Path) -> bool:

@@ -1,7 +1,6 @@
 """Terminal output: the plan, progress, results."""
 
 import itertools
-import math
 import re
 import resource
 import shlex
@@ -91,22 +90,13 @@ def print_plan(plan: PrivacyPlan | None, delta: float, instead_of: Mapping[str, 
             f"[bold red]privacy.delta={up(delta, 4)} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ "
             f"allows publishing one random {plan.privacy_unit} in full. Well below 1/n is usual."
         )
-    if (ratio := noise_ratio(plan)) > 1:
+    if (ratio := plan.noise_ratio) > 1:  # on digits and texts, little was learnt then
         _print(
             f"[bold red]Noise drowns the gradients[/]: over all {plan.rounds} rounds it is {ratio:.2g} times as long "
             "as clipped gradients can be. More records in a round, a larger ε or fewer trained weights help."
         )
     if plan.part is not None:
         _print(f"Only training records of {escape(str(plan.part))} are used.")
-
-
-def noise_ratio(plan: PrivacyPlan) -> float:
-    """The expected length of the noise of all rounds, over that of the longest sum of clipped gradients: for one group
-    z√d/(q n √T). On digits and on texts, little was learnt from 1 on (docs/low_accuracy.md)."""
-    groups = [group for group in plan.groups if not group.is_metric]
-    noise = math.sqrt(sum(group.sigma**2 * group.d for group in groups))
-    longest = plan.sampling.q * plan.n * math.sqrt(sum(group.S**2 for group in groups))
-    return noise / longest / math.sqrt(plan.rounds)
 
 
 def _allocation(plan: PrivacyPlan) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from dpexp import epsilon
 from dpexp.accounting.ledger.writer import LedgerWriter
 from dpexp.accounting.rounding import up
-from dpexp.reporting.terminal import noise_ratio, print_plan, print_resumed
+from dpexp.reporting.terminal import print_plan, print_resumed
 
 
 def test_a_resumed_job_says_at_which_epsilon_it_ends_unless_that_is_the_plans(tmp_path, capsys):
@@ -28,7 +28,7 @@ def test_a_resumed_job_says_at_which_epsilon_it_ends_unless_that_is_the_plans(tm
 def test_a_plan_whose_noise_drowns_the_gradients_says_by_how_much(z, capsys):
     plan = plan_of(nn.Linear(2, 1), n=100, q=0.1, noise_multiplier=z, steps=25)
     ratio = z * math.sqrt(3) / (100 * 0.1 * math.sqrt(25))  # z√d/(q n √T)
-    assert noise_ratio(plan) == pytest.approx(ratio)
+    assert plan.noise_ratio == pytest.approx(ratio)
     print_plan(plan, 1e-3, {}, [])
     printed = " ".join(capsys.readouterr().out.split())
     said = f"Noise drowns the gradients: over all 25 rounds it is {ratio:.2g} times as long"

@@ -149,6 +149,13 @@ class PrivacyPlan:
         return math.sqrt(square)
 
     @property
+    def noise_ratio(self) -> float:
+        """The norm of the noise of all T rounds over the largest that the sum of their clipped gradients can have: for
+        one group z√d/(q n √T)."""
+        clipped = sum((group.S * max(group.alphas)) ** 2 for group in self.groups if not group.is_metric)
+        return math.sqrt(max(0.0, self.gradient_norm**2 / clipped - 1) / self.rounds)
+
+    @property
     def bands(self) -> tuple[float, ...]:
         """c of the gradients' noise."""
         return max((group.bands for group in self.groups), key=len, default=(1.0,))

@@ -249,10 +249,10 @@ class Documents(Texts):
         length, pad = self.length, self._tokenizer.pad_token_id
         parts = [self.form.parts(row) for row in records_of(rows, self._fields)]
         prompts = [prompt for prompt, _ in parts]
-        texts = self._ids([text for _, text in parts], special=type(self.form) is TextAlone)
+        texts = self._ids([text for _, text in parts], special=self.form.asks_nothing)
         if self.form.adds_special:
             texts = [*map(self._with_end, texts)]
-        if type(self.form) is not TextAlone:
+        if not self.form.asks_nothing:
             begins = self._ids(prompts, special=self.form.adds_special)
             whole = [[*begin, *text] for begin, text in zip(begins, texts, strict=True)]
             # A record without a prompt, or whose prompt leaves its text no room, has no token with a loss.
@@ -301,9 +301,12 @@ class Documents(Texts):
                 ids, attention_mask=torch.ones_like(ids), max_length=self.length,
                 pad_token_id=self._tokenizer.pad_token_id, **options,
             )  # fmt: skip
-        return self._tokenizer.batch_decode(  # type: ignore[no-any-return]
-            whole[:, ids.shape[1] :], skip_special_tokens=True
+        # Decoded with its prompt: some tokenizers leave out the blank at the beginning of what they decode.
+        before, after = (
+            self._tokenizer.batch_decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for part in (ids, whole)
         )
+        return [text.removeprefix(prompt) for prompt, text in zip(before, after, strict=True)]
 
     def predictions(self, model: Any, inputs: DataFrame) -> DataFrame:
         """A column `continuation`: the likeliest token, again and again, up to `length` tokens or the end of text."""
@@ -317,7 +320,7 @@ class Documents(Texts):
         super().save(model, folder, card)
         inputs = DataFrame([self.form.input_of(prompt) for prompt in self._prompts], columns=self.form.asked)
         lines = self._prompts and self.predictions(model, inputs)["continuation"]
-        text = "\n\n".join(f"{prompt} → {line}" for prompt, line in zip(self._prompts, lines, strict=True))
+        text = "\n\n".join(f"{prompt} → {line.strip()}" for prompt, line in zip(self._prompts, lines, strict=True))
         (folder / "generated.txt").write_text(text + "\n")
 
 

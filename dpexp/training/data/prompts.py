@@ -22,10 +22,11 @@ class TextAlone:
         fields: those of a record, each with the option that names it.
         asked: those of a new input, which the model continues.
         adds_special: whether the tokenizer puts its special tokens around a prompt, and an end after a text.
+        asks_nothing: whether a text has no prompt, and may begin with nothing.
     """
 
     adds_special = True
-    asks_nothing = True  # a text may begin with nothing
+    asks_nothing = True
 
     def __init__(self, text: str) -> None:
         self._text, self.fields, self.asked = text, {text: "data.text"}, [text]
