@@ -62,6 +62,11 @@ class Group:
         """The event of one release of this group."""
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
 
+    def with_noise(self, z: float, scale: float = 1.0) -> "Group":
+        """With S times `scale`, and its part of the noise multiplier z: σ̃_g = z S_g/√w_g (paper, section 4)."""
+        S = self.S * scale
+        return replace(self, S=S, sigma=z * S / math.sqrt(self.share))
+
 
 @dataclass(frozen=True)
 class AdaptiveMember:
