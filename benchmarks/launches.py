@@ -13,6 +13,7 @@ import collections
 import logging
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import WORKLOADS
 
 import dpexp
+from dpexp.privacy.fit import DryRunDone
 from dpexp.privacy.gradients import norms, recurrent
-from dpexp.privacy.training import DryRunDone
 
 VIEWS = {
     "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand", "as_strided",
@@ -71,7 +72,7 @@ def private(work):
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.jsonl"
         callback = dpexp.PrivacyCallback(plan, ledger, max_physical_batch_size=2 * work.batch, compile=False)
-        callback.dry_run_only = True
+        callback.options = replace(callback.options, dry_run_only=True)
         trainer = pl.Trainer(
             accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False,
             enable_progress_bar=False, callbacks=[callback], max_epochs=-1,

@@ -122,7 +122,8 @@ def privately(one: Case) -> dict[str, Any]:
             end = privacy.on_train_batch_end
 
             def seen(*args: Any) -> None:
-                found.update(mode=privacy._engine.mode, reason=privacy._engine.reason)
+                step = privacy._fit.engine.step
+                found.update(mode=step.mode, reason=step.reason)
                 end(*args)
 
             privacy.on_train_batch_end = seen

@@ -43,6 +43,12 @@ from dpexp.privacy.sampling.privacy_unit import Example
 class Clipping:
     """What is clipped together, to which norms, and by which rule (paper, section 2).
 
+    >>> import dpexp
+    >>> dpexp.Clipping(group=dpexp.per_layer(), clip_norm=dpexp.UniformClipNorm(total=1.0)).vectors
+    'layer'
+    >>> dpexp.Clipping(mechanism=dpexp.Joint(alpha=dpexp.FixedClipNorm([1.0, 100.0]))).mechanism
+    Joint(alpha=FixedClipNorm(value=[1.0, 100.0]))
+
     Args:
         group: divides the parameters into groups; by default one.
         mechanism: `Separate()`, the default, or `Joint()`; or one for each group, by name.
@@ -90,6 +96,13 @@ def make_plan(
     calibrate: str = "noise_multiplier",
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
+
+    >>> import dpexp, torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> sampling = dpexp.Poisson(expected_batch_size=100, epochs=2)
+    >>> dpexp.make_plan(model, n=10_000, sampling=sampling, target=dpexp.Target(epsilon=1.0, delta=1e-5))
+    PrivacyPlan: 200 rounds of Poisson(q=0.01), n = 10000, z = 0.9674; groups: 1
+      all: 4 numbers, S = 1, σ̃ = 0.9674
 
     Args:
         n: published number of training examples; users: of users, if `privacy_unit` is a `User`.
