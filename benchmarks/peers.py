@@ -5,7 +5,7 @@
 DATA is a folder with MNIST's four standard files. What is trained, and how, is in benchmarks/peers/: one script a
 library. dpexp and Opacus run in this interpreter, the others in those that are given, or not at all. Each run is a
 process of its own on one core, one after another, the libraries in turn (A B C A B C …). Runs are appended to
---results, from which the tables in docs/peers.md are made: what is there already is not run again. A library without
+--results, from which the table in docs/peers.md is made: what is there already is not run again. A library without
 a run there keeps the row that the page has.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 PEERS = Path(__file__).with_suffix("")
 PAGE = PEERS.parent.parent / "docs" / "peers.md"
-WORKS = {"cnn": "CNN, 26 010 parameters", "mlp": "MLP 784-256-10"}
+WORKS = {"cnn": "CNN", "mlp": "MLP"}
 SCRIPTS = {
     "dpexp, YAML": "experiment/peers.yaml",
     "dpexp, library": "with_dpexp.py",
@@ -36,7 +36,8 @@ SCRIPTS = {
     "pfl": "with_pfl.py",
 }
 SHUFFLED = ("fastDP", "TensorFlow Privacy", "pfl")
-HEAD = ["", "accuracy, % (runs)", "z; ε, said; ε, PLD", "CPU: ms a round; s in all", "MiB; lines"]
+OF_WORK = ("accuracy, % (runs)", "ms a round; s; MiB")
+HEAD = ["", "z; ε, said; ε, PLD", *(f"{title}: {what}" for title in WORKS.values() for what in OF_WORK), "lines"]
 
 
 def main() -> None:
@@ -66,9 +67,7 @@ def main() -> None:
                 with results.open("a") as file:
                     file.write(json.dumps(run) + "\n")
     before, made, after = re.split("(?<=<!-- made -->\n)(.*)(?=<!-- end -->)", PAGE.read_text(), flags=re.DOTALL)
-    was = dict(zip(WORKS, made.split("### ")[1:], strict=True))
-    text = "\n".join(f"### {title}\n\n{table(work, read(results), was[work])}" for work, title in WORKS.items())
-    PAGE.write_text(f"{before}\n{text}\n{after}")
+    PAGE.write_text(f"{before}\n{table(read(results), made)}\n{after}")
 
 
 def read(results: Path) -> list[dict]:
@@ -113,38 +112,46 @@ def from_job(folder: Path) -> dict:
     return clock | found | {"epsilon": result["epsilon"]["pld"]}
 
 
-def table(work: str, runs: list[dict], was: str) -> str:
-    """Of `runs`; and of `was`, the table before, for a library that has none."""
-    kept = {
-        cells[0].partition(" (")[0]: cells for cells in (line.strip("| ").split(" | ") for line in was.splitlines())
-    }
+def table(runs: list[dict], was: str) -> str:
+    """Of `runs`; and of `was`, the table before, for what was not run."""
+    before = [[cell.strip() for cell in line.split("|")[1:-1]] for line in was.splitlines() if line.startswith("|")]
+    kept = {cells[0].partition(" (")[0]: cells for cells in before}
     rows = [HEAD, ["---"] * len(HEAD)]
     for name in SCRIPTS:
-        mine = [run for run in runs if (run["name"], run["work"]) == (name, work)]
-        done = [run for run in mine if "error" not in run]
-        if mine and not done:
-            rows.append([name, mine[-1]["error"], *[""] * (len(HEAD) - 2)])
-        elif done:
-            rows.append(row(name, done))
-        elif name in kept:
-            rows.append(kept[name])
+        mine = [run for run in runs if run["name"] == name]
+        if row := with_runs(name, mine, kept.get(name, [name] + [""] * (len(HEAD) - 1))):
+            rows.append(row)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
-def row(name: str, runs: list[dict]) -> list[str]:
-    def median(key: str) -> float:
-        return statistics.median(run[key] for run in runs)
+def with_runs(name: str, runs: list[dict], row: list[str]) -> list[str]:
+    """A library's row with what its runs found; empty if there is nothing."""
+    done = [run for run in runs if "error" not in run]
+    if done:
+        z, said = (statistics.median(run[key] for run in done) for key in ("z", "epsilon"))
+        tight = independent_epsilon(z, shuffled=name in SHUFFLED)
+        lines = lines_of(PEERS / SCRIPTS[name]) + (name == "dpexp, YAML")  # and its command
+        row = [f"{name} ({done[-1]['version']})", f"{z:.4f}; {said:.3f}; {tight:.3f}", *row[2:-1], str(lines)]
+    for k, work in enumerate(WORKS):
+        if of_work := [run for run in runs if run["work"] == work]:
+            row[2 + 2 * k : 4 + 2 * k] = found(of_work)
+    return row if any(row[1:]) else []
 
-    percent = [100 * run["accuracy"] for run in runs]
-    z = median("z")
-    spread = f" ± {statistics.stdev(percent):.2f}" if len(runs) > 1 else ""
-    lines = lines_of(PEERS / SCRIPTS[name]) + (name == "dpexp, YAML")  # and its command
+
+def found(runs: list[dict]) -> list[str]:
+    """Accuracy, times and memory of one library on one model."""
+
+    def median(key: str) -> float:
+        return statistics.median(run[key] for run in done)
+
+    done = [run for run in runs if "error" not in run]
+    if not done:
+        return [runs[-1]["error"], ""]
+    percent = [100 * run["accuracy"] for run in done]
+    spread = f" ± {statistics.stdev(percent):.2f}" if len(done) > 1 else ""
     return [
-        f"{name} ({runs[-1]['version']})",
-        f"{statistics.mean(percent):.2f}{spread} ({len(runs)})",
-        f"{z:.4f}; {median('epsilon'):.3f}; {independent_epsilon(z, shuffled=name in SHUFFLED):.3f}",
-        f"{1000 * median('round_cpu'):.0f}; {median('cpu'):.0f}",
-        f"{median('MiB'):.0f}; {lines}",
+        f"{statistics.mean(percent):.2f}{spread} ({len(done)})",
+        f"{1000 * median('round_cpu'):.0f}; {median('cpu'):.0f}; {median('MiB'):.0f}",
     ]
 
 
