@@ -48,6 +48,7 @@ DEVICE = "cpu"  # benchmarks/gpu.py sets it
 WARM_UP, REPEAT = 60, 5
 OPACUS_WARM_UP, OPACUS_SECONDS = 2, 5  # at most: of an Opacus fit, the rounds before, and how long it is measured
 LR, Z = 0.01, 1.0
+ON_PAGE = ("logistic", "mlp", "cnn", "lstm", "bert", "gpt2", "llama", "lora", "wrn")  # the figure has all
 SHOWN = [name for name in WORKLOADS if name != "wide"]  # that one shows memory, by --peak-of
 
 
@@ -365,7 +366,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     if arguments.write:
         versions = "torch {torch}, Opacus {opacus}".format(**about)
-        rows = [short(name, results) for name, results in everything.items()]
+        rows = [short(name, results) for name, results in everything.items() if name in ON_PAGE]
         write("benchmarks/step.py", f"{versions}\n\n{table(SHORT, rows)}")
         draw(everything, DOCS / "step_cpu.png")
 
