@@ -218,16 +218,15 @@ BEGIN, END = "<!-- written by benchmarks/ordinary.py -->", "<!-- until here -->"
 
 
 def summary(rows: list[str]) -> str:
-    """How many modules of the table run in which way, at what price, and which are not traced."""
+    """How many modules of the table run in which way, and at what price."""
     cells = [[cell.strip() for cell in one.strip().strip("|").split("|")] for one in rows]
-    lines = ["| | modules | least, median and most time over plain | which |", "|---|---|---|---|"]
+    lines = ["| | modules | least, median and most time over plain |", "|---|---|---|"]
     for mode in ("traced", "one at a time", "refused", "crashed", "FAILED"):
         of_mode = [one for one in cells if one[3].startswith(mode)]
         prices = [float(one[5]) for one in of_mode if len(one) > 5 and one[5]]
         paid = f"{min(prices):.1f}, {statistics.median(prices):.1f}, {max(prices):.1f}" if prices else ""
-        names = "" if mode == "traced" else "; ".join(one[0] for one in of_mode)
         if of_mode:
-            lines.append(f"| {mode} | {len(of_mode)} | {paid} | {names} |")
+            lines.append(f"| {mode} | {len(of_mode)} | {paid} |")
     return "\n".join(lines)
 
 
