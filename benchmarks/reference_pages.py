@@ -62,20 +62,18 @@ A default in *italics* is computed from other values; `???` must be given.
 COMMANDS_PAGE = """\
 # Commands
 
-Each is `python -m dpexp NAME …`, or `dpexp NAME …` where the package is installed; `python -m dpexp help NAME` prints
-what this page says. Without a name, it is a job.
+Each begins with `python -m dpexp`, or `dpexp` where the package is installed; `python -m dpexp help NAME` says more of
+one. Without a name, it is a job, which `python -m dpexp [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]` trains with the
+[options](options.md) given. Flags:
 
-## A job
+- `-m`: a sweep, of every combination of values that are separated by commas
+- `--config-dir FOLDER`: a folder with options of your own
+- `--cfg job`: shows the resolved configuration without running it
 
-`python -m dpexp [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]` trains, with the [options](options.md) that are given.
-
-| flag | meaning |
-|---|---|
-| `-m` | a sweep: every combination of values that are separated by commas |
-| `--config-dir FOLDER` | a folder with options of your own |
-| `--cfg job` | shows the resolved configuration without running it |
-| `--help` | is the command `help` |
+A RUN is a job's folder or an MLflow run id, of the store that `uri=…` names, by default
+`sqlite:///outputs/mlflow.db`. A SOURCE may be a ledger file, too, and several are composed.
 """
+OF_ALL = "the store that has the run"  # said once, above
 
 
 def options_page() -> str:
@@ -315,15 +313,14 @@ def documented(key: str, targets: dict[str, list[str]]) -> str:
 
 
 def commands_page() -> str:
+    """What each command does, and its options; `help NAME` has the paragraphs between."""
     parts = [COMMANDS_PAGE]
     for name, text in COMMANDS.items():
-        lines = text.splitlines()
-        matches = [re.match(r"^    (\S+)\s{2,}(.*)$", line) for line in lines]
-        prose = "\n".join(line for line, found in zip(lines, matches, strict=True) if not found)
-        parts.append(f"## {name}\n\n{re.sub(r' ?Options:$', '', prose, flags=re.MULTILINE)}")
-        rows = [f"| `{match[1]}` | {marked(match[2])} |" for match in matches if match]
-        parts += ["\n".join(["| option | meaning |", "|---|---|", *rows])] if rows else []
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+        usage, *lines = text.splitlines()
+        parts.append(f"## {name}\n\n{usage.replace('`python -m dpexp ', '`', 1)}")
+        options = [found for line in lines if (found := re.match(r"^    (\S+)\s{2,}(.*)$", line))]
+        parts.append("\n".join(f"- `{key}`: {marked(of)}" for key, of in map(re.Match.groups, options) if of != OF_ALL))
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 PAGES = {"options.md": options_page, "commands.md": commands_page}

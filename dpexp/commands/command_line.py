@@ -37,15 +37,16 @@ COMMANDS = {
 `python -m dpexp account SOURCE [SOURCE ...] [key=value ...]` computes the privacy cost of ledgers.
 
 A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several are composed, as runs on the same data.
-With data.id=NAME: what all runs on that data set have spent, and how much of a budget remains. Then budget=… names
-another budget than that of the runs, uri=… may list several stores, and SOURCES are further ledgers or folders.
+With data.id=NAME: what all runs on that data set have spent, and how much of a budget remains; SOURCES are then further
+ledgers or folders.
 
     accountant=pld    or rdp, moments, strong, basic; several as pld,rdp; or all
     delta=1e-5        default: the run's own
     epsilon=1         also print the δ at this ε
     adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
+    budget=…          with data.id: another budget than that of the runs
     figure=F.png      draw ε(δ), and the errors of a membership test
-    uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here""",
+    uri=…             the MLflow store, with data.id several; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db""",
     "audit": """\
 `python -m dpexp audit [OVERRIDE ...]` attacks a job's plan, and compares what it finds with what is claimed.
 
@@ -60,9 +61,9 @@ RUN is a job's output folder, a ledger file, or an MLflow run id, whose ledger i
 Options:
     delta=1e-5        default: that of the job""",
     "copy": """\
-`python -m dpexp copy [OVERRIDE ...] FILE.yaml` writes all options of a job into one file, with their comments.
+`python -m dpexp copy [OVERRIDE ...] FILE.yaml` writes a job's options to a file that `python -m dpexp FILE.yaml` runs.
 
-It takes the overrides of a job. `python -m dpexp FILE.yaml [OVERRIDE ...]` runs the file, once it is edited.""",
+The file has the options' comments. Edit it before you run it, or add overrides.""",
     "evaluate": """\
 `python -m dpexp evaluate RUN` measures a trained model on its test set once more.
 
@@ -86,7 +87,7 @@ RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .
 
 RUN is the folder of a job or a sweep, or the MLflow run id of one. Options:
     out=report.html   where the page goes
-    uri=sqlite:///outputs/mlflow.db""",
+    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
     "resume": """\
 `python -m dpexp resume RUN` continues an interrupted training in the same folder, ledger and MLflow run.
 
