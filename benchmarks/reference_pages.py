@@ -62,16 +62,16 @@ A default in *italics* is computed from other values; `???` must be given.
 COMMANDS_PAGE = """\
 # Commands
 
-Each begins with `python -m dpexp`, or `dpexp` where the package is installed; `python -m dpexp help NAME` says more of
-one. Without a name, it is a job, which `python -m dpexp [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]` trains with the
-[options](options.md) given. Flags:
+Each begins with `python -m dpexp`, or `dpexp` where it is installed; `python -m dpexp help NAME` says more. Without a
+name, it is a job: `python -m dpexp [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]` trains with these
+[options](options.md).
 
-- `-m`: a sweep, of every combination of values that are separated by commas
+- `-m`: a sweep of all combinations of values that are separated by commas
 - `--config-dir FOLDER`: a folder with options of your own
-- `--cfg job`: shows the resolved configuration without running it
+- `--cfg job`: shows the resolved configuration
 
-A RUN is a job's folder or an MLflow run id, of the store that `uri=…` names, by default
-`sqlite:///outputs/mlflow.db`. A SOURCE may be a ledger file, too, and several are composed.
+A RUN is a job's folder, or an MLflow run id of the store `uri=…`, by default `sqlite:///outputs/mlflow.db`. A SOURCE
+may also be a ledger file.
 """
 OF_ALL = "the store that has the run"  # said once, above
 
