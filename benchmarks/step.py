@@ -132,7 +132,7 @@ def ours(work: Workload, data: TensorDataset, clock: Clock, compile: bool = Fals
             plan, Path(folder) / "ledger.jsonl", max_physical_batch_size=2 * work.batch, compile=compile
         )
         fit(module, work, data, clock, privacy)
-    return privacy.progress.compiling
+    return privacy.progress.why_compiled
 
 
 def fit(

@@ -21,8 +21,8 @@ from transformers.trainer_utils import (
 
 from dpexp._transformers_compat import load_best_model, note_evaluation
 from dpexp.errors import ConfigError
-from dpexp.privacy.door import Door, later_settings
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
+from dpexp.privacy.loop import TrainingLoop, later_settings
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private import Private
 from dpexp.reporting.model_card import privacy_section
@@ -234,11 +234,11 @@ class _Rounds(Private):
         super()._optimize()
         self._trainer.event("optimizer_step")
 
-    def _door(self) -> Door:
-        return _TrainerDoor(self._trainer)
+    def _loop(self) -> TrainingLoop:
+        return _TrainerLoop(self._trainer)
 
 
-class _TrainerDoor(Door):
+class _TrainerLoop(TrainingLoop):
     def __init__(self, trainer: PrivateTrainer) -> None:
         super().__init__(trainer.optimizer)
         self._trainer = trainer

@@ -13,7 +13,7 @@ from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
-from dpexp.privacy.lightning_door import LightningDoor, unmute
+from dpexp.privacy.lightning_loop import LightningLoop, unmute
 from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.training import PrivateTraining
 
@@ -22,16 +22,31 @@ from dpexp.privacy.training import PrivateTraining
 class PrivacyCallback(PrivateTraining, pl.Callback):
     """Trains any LightningModule by DP-SGD, as `plan` says.
 
-    The contract: `training_step` is a function of one record, the weights and random numbers. Its Python runs only
-    while it is traced, on a copy of the module; what it reads besides is read then. A data set gives record i from i
-    and the global random generators. Then all outputs of a fit together (weights, released metrics, checkpoints, logs)
-    satisfy the (ε, δ) of its ledger; running times are not covered. A step that the trace shows to break the contract
-    is refused, or runs one record at a time.
+    In each *round*, as a step of the Trainer is called here, the plan's sampling draws a *sample* of *records* (by
+    default a record is an example). The gradient of each record is clipped, noise is added to their sum, and what comes
+    out is *released*: the optimizer may use it. Each release is written to the *ledger* first, from which (ε, δ) is
+    computed: how much all outputs of the training together can tell of one record. docs/glossary.md has these words.
 
-    The training loader yields the plan's samples, and from `on_before_optimizer_step` on `p.grad` is the noisy average.
-    Each round is in the ledger before its release is used. Released metrics are logged as `private/…` and kept in
-    `estimates`. Private preprocessing runs before the first round. Several processes (strategy ddp) train the same
-    model as one process would.
+    What your code has to keep (the contract; docs/guarantee.md has it in full):
+
+    - `training_step` is a function of one record, the weights and random numbers. It gets a batch of one record.
+    - Its Python runs only while it is traced, on a copy of the module. A value that it reads besides, such as an
+      attribute, is read then; what it stores in the copy is dropped.
+    - The data set gives record i from row i and the global random generators alone.
+
+    Then all that a fit gives away (weights, released metrics, checkpoints, logs) satisfies the (ε, δ) of its ledger;
+    running times are not covered. A step that the trace shows to break the contract is refused, or runs one record at a
+    time.
+
+    In the order of Lightning's hooks:
+
+    - `on_fit_start` opens the ledger and replaces the training loader by the plan's samples, which are sealed;
+    - `on_train_start` runs private preprocessing, if there is any: the first releases;
+    - `training_step` sums up the clipped gradients of the round's sample, and returns a constant;
+    - from `on_before_optimizer_step` on, `p.grad` is the noisy average;
+    - `on_train_batch_end` counts the round, and logs released metrics as `private/…`, which `estimates` keeps.
+
+    Several processes (strategy ddp) train the same model as one process would.
 
     >>> import dpexp, torch
     >>> from pytorch_lightning import Trainer
@@ -57,11 +72,11 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             are processed together; by default, for models of transformers, powers of two up to their positions.
     """
 
-    _door: LightningDoor  # of the present fit
+    _loop: LightningLoop  # of the present fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._door = LightningDoor(trainer, pl_module, self.plan, self.options.memory == "low")
+            self._loop = LightningLoop(trainer, pl_module, self.plan, self.options.memory == "low")
             refuse_mixed("trainer", trainer)
             refusals.refuse_callbacks(trainer)
             steps = refusals.rounds_to_train(trainer, self.plan)
@@ -71,19 +86,25 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         fit = self._begin(
-            pl_module, training_loader(trainer), Processes.of(trainer), self._door, trainer.ckpt_path,
+            pl_module, training_loader(trainer), Processes.of(trainer), self._loop, trainer.ckpt_path,
             lambda: refusals.refuse_settings(trainer, pl_module, self.plan.rounds),
         )  # fmt: skip
         replace_training_loader(trainer, fit.samples)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._door.validated = {*trainer.callback_metrics}
+        self._loop.validated = {*trainer.callback_metrics}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._fit
         with self._fit.processes.fail_together():
             refusals.refuse_optimizers(trainer, pl_module)
-        earlier = self.rounds_done - trainer.global_step  # by another Trainer
+        self._warn_of_early_end(trainer)
+        self._fit.preprocess()
+        self._loop.mute()
+        trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds
+
+    def _warn_of_early_end(self, trainer: pl.Trainer) -> None:
+        earlier = self.rounds_done - trainer.global_step  # by another Trainer, whose count of steps is not this one's
         rounds = min(self.plan.rounds, earlier + refusals.rounds_to_train(trainer, self.plan))
         if rounds < self.plan.rounds:
             epsilon = up(self.readings.after(rounds), 4) if self.readings else "unknown without a delta"
@@ -92,9 +113,6 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 f"{rounds} of the plan's {self.plan.rounds} rounds, at ε = {epsilon}. The noise was calibrated for "
                 "all of them: plan fewer, which need less noise, unless the training will go on."
             )
-        self._fit.preprocess()
-        self._door.mute()
-        trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -127,14 +145,14 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         done = self.rounds_done >= self.plan.rounds
         if self.readings and self.readings.due(self.rounds_done):
             self._read_epsilon(trainer)
-            self._door.log_released("epsilon", self.readings.shown, prog_bar=True, logger=False)
+            self._loop.log_released("epsilon", self.readings.shown, prog_bar=True, logger=False)
         for logger in trainer.loggers if present.metrics else ():
             logger.log_metrics(present.metrics, step=self.rounds_done)
         for name, value in present.metrics.items():
             if name.endswith("_moving_average"):
-                self._door.log_released(name, value, prog_bar=True, logger=False)
+                self._loop.log_released(name, value, prog_bar=True, logger=False)
         if self.options.unsafe_diagnostics:
-            self._door.log_diagnostics(self._fit.engine)
+            self._loop.log_diagnostics(self._fit.engine)
         trainer.should_stop = trainer.should_stop or done
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -144,7 +162,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         """Logs ε at the same steps as validation metrics, so that charts can use it as x axis."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        self._door.mute()
+        self._loop.mute()
         if self.readings and self.rounds_done != self.readings.read_at:
             self._read_epsilon(trainer)
 
@@ -156,20 +174,20 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         restore_strategy(trainer)
-        self.on_exception(trainer, pl_module)
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException | None = None
-    ) -> None:
         self._close()
         unmute(pl_module)
-        if exception is not None and "multiple optimizers" in str(exception):  # Lightning recommends what is refused
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+        unmute(pl_module)
+        if "multiple optimizers" in str(exception):  # Lightning recommends what is refused
             exception.add_note(f"dpexp: {refusals.ONE_OPTIMIZER}")
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Replaces training_step, until the fit ends, by one that sums up a sample's clipped gradients."""
         training_step = pl_module.training_step
         bound = getattr(training_step, "__self__", None) is pl_module
-        function: Any = training_step.__func__ if bound else training_step  # type: ignore[attr-defined]
+        unbound: Any = training_step.__func__ if bound else training_step  # type: ignore[attr-defined]
 
         @wraps(training_step)
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,15 +195,17 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 return training_step(batch, *args, **kwargs)
             if not isinstance(batch, SealedSample):
                 raise ConfigError("training_step was called outside the plan's rounds; each call would be a release.")
-            door = self._door
-            door.args = [*args]
+            loop = self._loop
+            loop.args = [*args]
             convert = trainer.precision_plugin.convert_input
 
             def call(own: StandIn, record: Any) -> Any:
+                """The loss of one record, by a copy of the module."""
                 given = [own.module] if bound else []
-                return function(*given, convert(record), *door.args, **kwargs)
+                return unbound(*given, convert(record), *loop.args, **kwargs)
 
-            self._sum_sample(TrainingStep(call, pl_module, pl_module, function, logged=door.logged))
+            self._sum_sample(TrainingStep(call, pl_module, pl_module, unbound, logged=loop.logged))
+            # Lightning calls backward() of a loss; the gradients are set in on_before_optimizer_step.
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))

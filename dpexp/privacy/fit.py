@@ -1,5 +1,18 @@
 """A fit: a plan's rounds from the opening of the ledger until the loop ends, with their samples, engine and keys.
 
+The order of events, whichever loop runs it (`dpexp.privacy.callback`, `dpexp.privacy.private`):
+
+    Fit(…)                         refuses what cannot be trained on; opens nothing
+    open, prepare, preprocess      the ledger, the keys, and one-time releases
+    in each round:
+        begin_round                one more is allowed
+        sum_sample(step)           before the first round, the dry run; then, chunk by chunk of the sample:
+                                   the first chunk begins the round in ledger and engine; each adds clipped gradients
+        release                    the round is in the ledger, then noise is added, then p.grad is set
+        (the optimizer's step)
+        end_round                  the round counts as done
+    close
+
 Read `dpexp.privacy.round` next: it sums a sample's clipped gradients and releases the sums.
 """
 
@@ -17,11 +30,11 @@ from dpexp.accounting.sampling import event_of
 from dpexp.errors import ConfigError, positive_integer
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes, SharedLedger, collectives_refused, digest_of_plan, ledger_of
-from dpexp.privacy.door import Door
 from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.gradients.per_example import undisturbed
 from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.gradients.training_step import TrainingStep
+from dpexp.privacy.loop import TrainingLoop
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import Keys, own_randomness
 from dpexp.privacy.normalization import private_norm_layers, refuse_unreleased
@@ -88,10 +101,12 @@ class Progress:
     Attributes:
         rounds: that are done.
         preprocessed: steps of preprocessing that are done.
-        position: in the ledger, of the checkpoint that is resumed from; None: none is, or the ledger is open.
+        position: where a checkpoint that is resumed from stood in the ledger (see `LedgerWriter.position`); None: no
+            checkpoint was loaded, or the ledger is open and knows.
         estimates: the released metrics.
         adaptive: the clipping norms of an adaptive plan.
-        compile: whether the step is compiled; None: it is not decided. compiling: the reason, in words.
+        compile: whether the step is compiled; None: it is not decided.
+        why_compiled: the reason for that decision, in words.
     """
 
     adaptive: AdaptiveState | None = None
@@ -100,7 +115,7 @@ class Progress:
     preprocessed: int = 0
     position: Mapping[str, Any] | None = None
     estimates: MetricEstimates = field(default_factory=MetricEstimates)
-    compiling: str = ""
+    why_compiled: str = ""
 
 
 @dataclass
@@ -121,12 +136,15 @@ class PresentRound:
 
 
 class Fit:
-    """The rounds of one fit. A round is `begin_round`, `sum_sample`, `release`, the optimizer's step, `end_round`.
-
-    It is made before the ledger is opened, and releases nothing before `open`.
+    """The rounds of one fit, in the order of events above.
 
     Args:
-        progress: is brought up to date.
+        plan: is carried out.
+        options: of the user.
+        progress: how far the training has come; each round brings it up to date.
+        loop: around the rounds; it is asked what it knows of other rounds.
+        module: whose parameters are trained.
+        processes: that train together, each on a part of every sample.
         loader: of the training set; its data set, collation and workers are used.
         check: refuses more, in all processes together.
 
@@ -144,13 +162,13 @@ class Fit:
         plan: PrivacyPlan,
         options: FitOptions,
         progress: Progress,
-        door: Door,
+        loop: TrainingLoop,
         module: nn.Module,
         loader: Any,
         processes: Processes,
         check: Callable[[], None],
     ) -> None:
-        self.plan, self._options, self._progress, self._door = plan, options, progress, door
+        self.plan, self._options, self._progress, self._loop = plan, options, progress, loop
         self._module, self._loader, self.processes = module, loader, processes
         self._keys = keys = Keys()
         self._device = device = device_of(module)
@@ -170,7 +188,7 @@ class Fit:
         self._norm_layers = [*private_norm_layers(module)]
         self._has_metrics = any(group.is_metric for group in plan.groups)
         self._preprocessing: Iterator[None] = iter(())
-        self._lost = 0  # rounds in the ledger less those that count here, at a resume
+        self._lost = 0  # rounds that are paid for in the ledger, but whose weights a crash has lost
         self._search_batch_size = options.max_physical_batch_size is None and device.type == "cuda"
         self._ledger: LedgerWriter | SharedLedger
 
@@ -238,24 +256,23 @@ class Fit:
     def sum_sample(self, step: TrainingStep) -> None:
         """Adds up the clipped gradients of the round's sample; before the first round, tests the step.
 
+        With several processes, each adds up its part, and what must be equal is compared.
+
         Raises:
             DryRunDone: nothing more was asked for.
         """
         if not self.present.sample_pending:
             raise ConfigError("a round's sample was processed twice, or outside of its round; each time is a release.")
         self.present.sample_pending = False
-        engine, samples, step_digest = self.engine, self.samples, 0
+        engine, samples = self.engine, self.samples
         with self.processes.fail_together(), collectives_refused():
-            if self._search_batch_size and (largest := self._door.largest_fitting_batch(step)) is not None:
-                samples.sampler.max_physical_batch_size = largest
-            self._search_batch_size = False
             if engine.step.mode is None:
-                self._dry_run(step)
-                if self._options.dry_run_only:
-                    raise DryRunDone(engine.step)
-                step_digest = engine.step.digest
+                step_digest = self._test(step)
             else:
                 engine.step.trace_again(step, samples.epoch_began == self._progress.rounds)
+                step_digest = 0
+            # Not only a step may draw random numbers: a data set that computes its records may, and users' examples
+            # are chosen at random.
             is_random = engine.step.is_random or not (samples.only_rows and samples.of_examples)
             with own_randomness(engine.device, samples.randomness) if is_random else nullcontext():
                 sample_digest = self._add_chunks(step)
@@ -267,18 +284,26 @@ class Fit:
                 weights=digest_of_weights(step.module),
             )  # fmt: skip
 
-    def _dry_run(self, training_step: TrainingStep) -> None:
-        step, samples, done = self.engine.step, self.samples, self._progress.rounds
-        step.public = self._door.public_record()
+    def _test(self, training_step: TrainingStep) -> int:
+        """Tests a step before the first round, and decides how it is carried out; returns its digest."""
+        step, samples, place = self.engine.step, self.samples, self.samples.sampler.place
+        if self._search_batch_size and (largest := self._loop.largest_fitting_batch(training_step)) is not None:
+            samples.sampler.max_physical_batch_size = largest
+        step.public = self._loop.public_record()
         refusals.refuse_hooks(training_step.module)
-        later, within = (self._door.in_round(t, samples.sampler.place(t)) for t in (self.plan.rounds - 1, done + 1))
-        undisturbed(lambda: dry_run(step, samples, training_step, later, within))
+        last, following = self.plan.rounds - 1, self._progress.rounds + 1
+        in_last = self._loop.in_round(last, place(last))
+        in_following = self._loop.in_round(following, place(following))
+        undisturbed(lambda: dry_run(step, samples, training_step, in_last, in_following))
         samples.say_padding()
-        refusals.refuse_read_by_hooks(training_step, self._door.readers(), step.kept)
-        self._door.refuse_monitors()
+        refusals.refuse_read_by_hooks(training_step, self._loop.readers(), step.kept)
+        self._loop.refuse_monitors()
         if training_step.by_user:
             say_dropped(training_step.logged, self.plan)
-        self._progress.compile, self._progress.compiling = step.compiling.decided, step.compiling.reason
+        self._progress.compile, self._progress.why_compiled = step.compiling.decided, step.compiling.reason
+        if self._options.dry_run_only:
+            raise DryRunDone(step)
+        return step.digest
 
     def _add_chunks(self, step: TrainingStep) -> int:
         """Adds this process's part of the sample; returns the sample's digest."""
@@ -296,7 +321,10 @@ class Fit:
         return position.digest
 
     def release(self) -> None:
-        """Sets each parameter's gradient to the noisy average of the sample's clipped gradients, times its weight."""
+        """Sets each parameter's gradient to the noisy average of the sample's clipped gradients.
+
+        It is multiplied by the sampling policy's weight, which is below 1 for an epoch's last, smaller sample.
+        """
         released, progress = self.engine.release(self._ledger), self._progress
         plan = self.engine.current_plan
         weight = plan.sampling.weight

@@ -14,9 +14,9 @@ from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
-from dpexp.privacy.door import Door
 from dpexp.privacy.fit import device_of
 from dpexp.privacy.gradients.training_step import TrainingStep
+from dpexp.privacy.loop import TrainingLoop
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.training import PrivateTraining
@@ -41,12 +41,12 @@ class Private(PrivateTraining):
         plan: from `make_plan`.
         ledger: path of the ledger file; must not exist unless the training resumes.
         delta: the δ of `epsilon()`; by default the plan's.
-        accountant: its name.
+        accountant: the name of the accountant of `epsilon()`.
         max_physical_batch_size: records processed at once; affects memory and speed only.
         compile: compile a traced step by torch's inductor; None: if that saves at least three times its cost.
         memory: "low" runs a traced step twice, with recomputation and not compiled: slower, and the same sums.
         noise_seed: makes sampling and noise reproducible, and not private towards anyone who knows the seed.
-        pad_to: public lengths to which a `collate_fn` that pads pads each record (see `PaddedCollation`).
+        pad_to: public lengths; a `collate_fn` that pads pads each record to the next of them (see `PaddedCollation`).
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Private(PrivateTraining):
         try:
             processes = Processes.of_torch(device_of(self.model))
             processes.broadcast_state(self.model)
-            fit = self._begin(self.model, loader, processes, self._door(), resumed_from, self._check)
+            fit = self._begin(self.model, loader, processes, self._loop(), resumed_from, self._check)
             fit.preprocess()
-            while self.rounds_done < self.plan.rounds:
+            while self.rounds_done < self.plan.rounds:  # one pass of `fit.samples` is an epoch
                 for sample in fit.samples:
                     fit.begin_round()
                     self._sample = sample
@@ -120,8 +120,9 @@ class Private(PrivateTraining):
 
         Args:
             loss_of: the loss of one record, from the model, or a copy of it, and the record as a batch of one. Its
-                Python runs only while it is traced: in the first round, and where it, what it reads by name, attributes
-                or shapes are new. What it reads besides the model and the record is read then.
+                Python runs only while it is traced: in the first round, and again if the function, a variable that it
+                names, an attribute of the model or the shape of a record has changed. What it reads besides the model
+                and the record is read then.
             sample: the present one of `rounds`.
         """
         if self._sample is None or sample is not self._sample:
@@ -154,8 +155,8 @@ class Private(PrivateTraining):
     def _optimize(self) -> None:
         self.optimizer.step()
 
-    def _door(self) -> Door:
-        return Door(self.optimizer)
+    def _loop(self) -> TrainingLoop:
+        return TrainingLoop(self.optimizer)
 
     def _check(self) -> None:
         refusals.refuse_optimizer(self.optimizer, self.model)

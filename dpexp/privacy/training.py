@@ -16,9 +16,9 @@ from dpexp.accounting.coverage import check_covered, check_delta
 from dpexp.errors import ConfigError
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
-from dpexp.privacy.door import Door
 from dpexp.privacy.fit import Fit, FitOptions, Progress
 from dpexp.privacy.gradients.training_step import TrainingStep
+from dpexp.privacy.loop import TrainingLoop
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import MetricEstimates
@@ -56,13 +56,13 @@ class PrivateTraining:
         self.ledger_path = Path(ledger)
         self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
         self.progress = Progress(adaptive=AdaptiveState(plan.adaptive) if plan.adaptive else None, compile=compile)
-        self._ledger: Any = None  # the last fit's
+        self._ledger: Any = None  # the last fit's, closed or not; None: none began since a checkpoint was loaded
         self._fit: Fit | None = None  # the present one
-        self._until_closed = ExitStack()  # undoes replacements
+        self._until_closed = ExitStack()  # gives back what was replaced in the user's objects
 
     @property
     def rounds_done(self) -> int:
-        """Completed rounds; the ledger may have more, of a state that was lost."""
+        """Completed rounds. After a crash the ledger has more: their weights are lost, and what they cost is not."""
         return self.progress.rounds
 
     @property
@@ -82,7 +82,7 @@ class PrivateTraining:
         return self._ledger is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to resume; its rounds are on disk."""
+        """What a checkpoint needs to resume, by the keys that checkpoints have; its rounds are on disk."""
         progress, position = self.progress, self.progress.position
         if self._ledger is not None:
             self._ledger.sync()
@@ -110,39 +110,43 @@ class PrivateTraining:
         module: nn.Module,
         loader: Any,
         processes: Processes,
-        door: Door,
+        loop: TrainingLoop,
         resumed_from: Any,
         check: Callable[[], None],
     ) -> Fit:
         """Opens the ledger and prepares the rounds; nothing is released.
 
         Args:
-            resumed_from: the checkpoint, for messages; None: the training begins, or goes on where this object stands.
+            resumed_from: a checkpoint that was loaded, for messages; None: none was. Then the training begins, or goes
+                on where an earlier fit of this object ended.
             check: refuses more, in all processes together.
         """
         goes_on = resumed_from is None and self._ledger is not None
-        if goes_on:
-            resumed_from, self.progress.position = self.ledger_path, self._ledger.position or {}  # the main process's
+        resumes = goes_on or resumed_from is not None
+        if goes_on:  # the main process knows where its ledger ended; {}: another process need not
+            self.progress.position = self._ledger.position or {}
         self._until_closed.enter_context(trained_privately(module))
         refusals.warn_of_compiled(module)
         refusals.warn_of_noise(self.plan)
 
         def check_all() -> None:
             check()
-            if resumed_from is not None and self.progress.position is None:
+            if resumes and self.progress.position is None:
                 raise ConfigError(refusals.NO_POSITION.format(checkpoint=resumed_from, ledger=self.ledger_path))
 
-        fit = Fit(self.plan, self.options, self.progress, door, module, loader, processes, check_all)
-        self._fit, completed = fit, self.rounds_done
-        self._ledger = fit.open(self.ledger_path, resumed_from is not None)
-        self._warn_of_rounds_left(completed, goes_on)
+        fit = Fit(self.plan, self.options, self.progress, loop, module, loader, processes, check_all)
+        self._fit = fit
+        done_before = self.rounds_done  # `open` may raise it: a sampling policy may not go on within an epoch
+        self._ledger = fit.open(self.ledger_path, resumes)
+        self._warn_of_rounds_left(done_before, goes_on)
         if self.readings:
             self.readings.begin(self._ledger.ledger, self.rounds_done)
         fit.prepare()
         return fit
 
-    def _warn_of_rounds_left(self, completed: int, goes_on: bool) -> None:
-        lost, left = self.rounds_done - completed, self.plan.rounds - self.rounds_done
+    def _warn_of_rounds_left(self, done_before: int, goes_on: bool) -> None:
+        """Warns of rounds that random allocation cannot do after a crash, and of a fit in which none is left."""
+        lost, left = self.rounds_done - done_before, self.plan.rounds - self.rounds_done
         if lost > 0:
             then = f"a new epoch begins, and {left} rounds are left" if left else "no epoch is left; training ends"
             warnings.warn(

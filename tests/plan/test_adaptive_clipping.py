@@ -226,7 +226,7 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
     after = fit(6, resume=tmp_path / "checkpoint")
     history = after.estimates.history["clip_norm/all"]
     assert [t for t, _, _ in history] == [1, 2, 3, 4, 5, 6]
-    assert history[3][1] == pytest.approx(before.adaptive_state.multipliers[0], rel=1e-12)
+    assert history[3][1] == pytest.approx(before.progress.adaptive.multipliers[0], rel=1e-12)
     assert [query.S for query, _ in (r.queries for r in read_ledger(tmp_path / "ledger").rounds)] == [
         S for _, S, _ in history
     ]

@@ -98,63 +98,56 @@ def make_plan(
     """The plan for training `module`'s trainable parameters.
 
     >>> import dpexp, torch
-    >>> model = torch.nn.Linear(3, 1)
-    >>> sampling = dpexp.Poisson(expected_batch_size=100, epochs=2)
-    >>> dpexp.make_plan(model, n=10_000, sampling=sampling, target=dpexp.Target(epsilon=1.0, delta=1e-5))
+    >>> sampling, target = dpexp.Poisson(expected_batch_size=100, epochs=2), dpexp.Target(epsilon=1.0, delta=1e-5)
+    >>> dpexp.make_plan(torch.nn.Linear(3, 1), n=10_000, sampling=sampling, target=target)
     PrivacyPlan: 200 rounds of Poisson(q=0.01), n = 10000, z = 0.9674; groups: 1
       all: 4 numbers, S = 1, σ̃ = 0.9674
 
     Args:
-        n: published number of training examples; users: of users, if `privacy_unit` is a `User`.
+        n: published number of training examples.
+        users: published number of users, if `privacy_unit` is a `User`.
         target: the privacy target, for which z is calibrated; or z itself.
-        clipping: by default `Clipping()`; allocation: `Proportional()`; noise: `Gaussian()`; schedules: `Schedules()`.
+        clipping, allocation, noise, schedules: by default `Clipping()`, `Proportional()`, `Gaussian()`, `Schedules()`.
         private_metrics: values that are released in addition to gradients, by name (see
             `dpexp.privacy.private_metrics.metric_releases`).
         privacy_unit: by default `Example()`.
         adjacency: `add_remove`, `replace_one` or `replace_null`; by default the first that `sampling` covers.
-        calibrate: what is solved for to meet the target: `noise_multiplier`; or, at the noise of the target's
-            `noise_multiplier` or of an `Explicit` allocation, `sampling_rate`, `sampling_rate_at_fixed_noise`, `steps`
-            or `clip_norm` (see `dpexp.accounting.calibration`). With `sigma_of_average`, `sampling_rate` needs no q.
+        calibrate: what is solved for to meet the target, one of `dpexp.accounting.calibration.CALIBRATABLE`. All but
+            `noise_multiplier` need a noise: the target's `noise_multiplier`, or an `Explicit` allocation.
 
     Raises:
-        ConfigError: a value is out of range, options contradict each other, the accountant does not cover the policy
-            and adjacency, or a layer of the model mixes records.
+        ConfigError: a value is out of range, options contradict each other, or a layer of the model mixes records.
     """
     refuse_mixed("model", module)
     refuse_mixing_layers(module)
     clipping, allocation = clipping or Clipping(), allocation or Proportional()
     noise, schedules, privacy_unit = noise or Gaussian(), schedules or Schedules(), privacy_unit or Example()
     records = privacy_unit.num_records(n, users)
-    if calibrate == "sampling_rate" and _has_no_rate(sampling) and _fixes_noise_of_average(allocation):
-        sampling = at_q(sampling, 1.0)  # or any other: σ_g determines the noise at each q
+    sampling = _with_a_rate(sampling, calibrate, allocation)
     policy, rounds = sampling.resolve(n, records)
     adjacency = check_covered(type(policy), adjacency, target.accountant)
     target.check(calibrate, isinstance(allocation, Explicit))
     schedules.check(sampling, calibrate)
     aim = _privacy_target(target)
     noise.check(policy, calibrate, aim is not None)
-
     before_training = rounds_before_training(module, records, privacy_unit, adjacency, aim.mu if aim else None)
     released = _released(module, clipping, allocation, private_metrics or {})
     released.check(policy, schedules, calibrate)
-    z = target.noise_multiplier
-    if isinstance(allocation, Explicit):
-        z = released.noise_multiplier(allocation, policy.q * records)
+    z = released.noise_multiplier(target, allocation, policy.q * records)
     plan = PrivacyPlan(
         policy, records, rounds, released.groups, adjacency, adaptive=released.adaptive,
         before_training=before_training, privacy_unit=privacy_unit, delta=target.delta,
     )  # fmt: skip
-    return _Draft(plan, sampling, schedules, calibrate, z, aim, target.accountant).least_noise(noise)
+    return _Draft(plan, sampling, schedules, calibrate, z, aim, target.accountant).finished(noise)
 
 
-def _has_no_rate(sampling: Policy) -> bool:
-    """Whether neither q nor the expected size of a sample is given."""
-    return isinstance(sampling, RatedPolicy) and sampling.sampling_rate is sampling.expected_batch_size is None
-
-
-def _fixes_noise_of_average(allocation: Allocation) -> bool:
-    """Whether the noise of the average over q·n records is given, so that z follows at each q."""
-    return isinstance(allocation, Explicit) and allocation.sigma is None
+def _with_a_rate(sampling: Policy, calibrate: str, allocation: Allocation) -> Policy:
+    """The sampling policy; with q = 1, until q is found, if it has none and σ_g of the average gives z at each q."""
+    if calibrate != "sampling_rate" or not isinstance(sampling, RatedPolicy):
+        return sampling
+    has_rate = sampling.sampling_rate is not None or sampling.expected_batch_size is not None
+    fixes_noise_of_average = isinstance(allocation, Explicit) and allocation.sigma is None
+    return at_q(sampling, 1.0) if fixes_noise_of_average and not has_rate else sampling
 
 
 @dataclass(frozen=True)
@@ -186,8 +179,13 @@ class _Released:
                         "sampling=poisson."
                     )
 
-    def noise_multiplier(self, allocation: Explicit, records: float) -> float:
-        """z of a round, of which gradients take what metrics leave; `records`: q·n."""
+    def noise_multiplier(self, target: Target, allocation: Allocation, records: float) -> float | None:
+        """z as it is given, or as it follows from an explicit noise, of which gradients take what metrics leave.
+
+        `records`: q·n. None: z is to be found.
+        """
+        if not isinstance(allocation, Explicit):
+            return target.noise_multiplier
         return allocation.noise_multiplier(self.clipped, records) * math.sqrt(self.left_for_gradients)
 
 
@@ -219,12 +217,14 @@ def _released(
         )
     shares = allocation.shares(grouped, clipped)
     groups = []
+    unknown = math.nan  # σ̃, which `with_noise` sets
     for name, own in clipped.items():
-        group = Group(name, grouped[name], own.alphas, own.S, own.S, left * shares[name], clip_rule=clip_rules[name])
+        share, rule = left * shares[name], clip_rules[name]
+        group = Group(name, grouped[name], own.alphas, own.S, sigma=unknown, share=share, clip_rule=rule)
         groups.append(group.with_noise(1.0))
     for name, metric in metrics.items():
-        alphas, S = metric.clipping.alphas, metric.clipping.S
-        group = Group(name, metric.vectors, alphas, S, S, metric.budget_share, metric.every_n_rounds)
+        alphas, S, share, k = metric.clipping.alphas, metric.clipping.S, metric.budget_share, metric.every_n_rounds
+        group = Group(name, metric.vectors, alphas, S, sigma=unknown, share=share, every_n_rounds=k)
         groups.append(group.with_noise(1.0))
     return _Released(tuple(groups), clipped, adaptive, left)
 
@@ -248,13 +248,13 @@ class _Draft:
     aim: Epsilon | MaxAdvantage | MaxTpr | None
     accountant: str
 
-    def least_noise(self, noise: Gaussian) -> PrivacyPlan:
+    def finished(self, noise: Gaussian) -> PrivacyPlan:
         """The finished plan; of the numbers of bands that `noise` allows, the one with the least predicted error."""
         if not isinstance(noise, Banded) or noise.bands != AUTO:
-            return self.with_bands(noise, noise.bands).finished()
+            return self.with_bands(noise, noise.bands).solved()
         policy, rounds = self.plan.sampling, self.plan.rounds
         partitions = policy.partitions if isinstance(policy, CyclicPoisson) else None
-        tried = (self.with_bands(noise, b).finished() for b in candidates(policy.q, rounds, partitions))
+        tried = (self.with_bands(noise, b).solved() for b in candidates(policy.q, rounds, partitions))
         return least_error((plan.noise_multiplier * error(plan.bands, rounds, noise.momentum), plan) for plan in tried)
 
     def with_bands(self, noise: Gaussian, b: int) -> "_Draft":
@@ -267,7 +267,7 @@ class _Draft:
             policy = replace(policy, partitions=policy.partitions or b)
         return replace(self, plan=replace(self.plan, groups=groups, sampling=policy))
 
-    def finished(self) -> PrivacyPlan:
+    def solved(self) -> PrivacyPlan:
         """The plan at the z that is given, or at the value that meets the target.
 
         Raises:
@@ -290,18 +290,21 @@ class _Draft:
         return _checked(replace(self.with_value(solved.value), calibration=solved))
 
     def with_value(self, value: float) -> PrivacyPlan:
-        """The plan at a value of what is calibrated (see CALIBRATABLE for what of the noise is held)."""
+        """The plan at a value of what is calibrated.
+
+        CALIBRATABLE says what of the noise is held: σ̃_g = z S_g/√w_g on the sum, or σ_g = σ̃_g/(qn) on the average.
+        """
         q, z = self.plan.sampling.q, self.z or 1.0
         match self.calibrate:
             case "noise_multiplier":
                 return self.at(value)
-            case "sampling_rate":
+            case "sampling_rate":  # each σ_g is held: z grows as q
                 return self.at(z * value / q, q=value)
             case "sampling_rate_at_fixed_noise":
                 return self.at(z, q=value)
             case "steps":
                 return self.at(z, rounds=int(value))
-            case _:  # clip_norm
+            case _:  # clip_norm: each σ̃_g is held, so that z falls as S grows
                 return self.at(z / value, scale=value)
 
     def at(self, z: float, q: float | None = None, rounds: int | None = None, scale: float = 1.0) -> PrivacyPlan:

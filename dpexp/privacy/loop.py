@@ -1,4 +1,12 @@
-"""What the rounds ask of the loop that runs them: a Lightning Trainer, a Trainer of transformers, or a plain loop."""
+"""What the rounds of a fit ask of the loop around them: a Lightning Trainer, a Trainer of transformers, a plain loop.
+
+`dpexp.privacy.fit` asks, before the first round:
+
+- `in_round`: how will another round look? The step is traced under the settings of other rounds, too, so that one that
+  depends on the round's number or on the learning rate is noticed.
+- `readers`, `refuse_monitors`: what could read what a step stores or logs? It is computed from records without noise.
+- `public_record`, `largest_fitting_batch`: with what, and in what size, can the step be tried?
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,18 +17,17 @@ import torch
 from dpexp.privacy.gradients.training_step import TrainingStep
 
 
-class Door:
-    """A loop of which nothing is known but the optimizers.
-
-    A step is traced under the settings of several rounds, and must not read a record's values later; a loop says how
-    other rounds look, and what could read them.
-    """
+class TrainingLoop:
+    """A plain loop, of which nothing is known but its optimizers; other loops override what they know better."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self._optimizers = optimizers
 
     def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        """A context that imitates round `t`, from 0, at (epoch, batch) `place`."""
+        """A context in which the loop looks as in round `t`, from 0, at (epoch, batch) `place`.
+
+        A plain loop has no counters; a scheduler may have changed the optimizers' settings by then.
+        """
         return (lambda: later_settings(self._optimizers)) if self._optimizers else nullcontext
 
     def public_record(self) -> Any:
@@ -41,7 +48,7 @@ class Door:
 
 @contextmanager
 def later_settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Halves the optimizers' settings in the block, as a scheduler may do."""
+    """Halves the optimizers' numbers, such as learning rates, in the block: any other numbers would do."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
     try:

@@ -1,4 +1,4 @@
-"""Private rounds in a Lightning Trainer: its logging while it trains, and how other rounds look."""
+"""What private rounds need of a Lightning Trainer: muted logging, and a way to look as in another round."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,15 +9,15 @@ import torch
 
 from dpexp._lightning_compat import pl
 from dpexp.privacy import refusals
-from dpexp.privacy.door import Door, later_settings
 from dpexp.privacy.gradients.training_step import TrainingStep, drop
+from dpexp.privacy.loop import TrainingLoop, later_settings
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.round import PrivateRound
 
 
-class LightningDoor(Door):
-    """A Trainer and its module, for one fit.
+class LightningLoop(TrainingLoop):
+    """A Trainer and its module, for one fit (see `dpexp.privacy.loop`).
 
     Attributes:
         logged: names that training_step logged, whose values are dropped.
@@ -33,12 +33,15 @@ class LightningDoor(Door):
         self.args: list[Any] = []
 
     def mute(self) -> None:
-        """Replaces the module's `log` until `unmute`: hooks drop what they log, as the stand-ins on which
-        `training_step` runs do. Metrics that it updates are empty here."""
+        """Replaces the module's `log` until `unmute`, so that what hooks log of a round is dropped.
+
+        `training_step` runs on copies of the module, whose `log` drops values as well; the metrics of torchmetrics that
+        it updates are theirs, and those of the module itself stay empty.
+        """
         self._module.log = partial(drop, self.logged)  # type: ignore[method-assign]
 
     def log_released(self, name: str, value: float, **options: Any) -> None:
-        """Logs a released or unsafe value of the muted module."""
+        """Logs a released or unsafe value by the `log` of the module's class, since its own is muted."""
         type(self._module).log(self._module, name, value, on_step=True, on_epoch=False, **options)
 
     def log_diagnostics(self, engine: PrivateRound) -> None:
@@ -82,9 +85,11 @@ def unmute(module: pl.LightningModule) -> None:
 
 @contextmanager
 def _as_in_round(trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]) -> Iterator[None]:
-    """Within, the Trainer's counters say round `t` at (epoch, batch index), and optimizers' settings are halved.
+    """Within, the Trainer looks as in round `t` at (epoch, batch index).
 
-    `args` of training_step after the batch, batch_idx first, are changed in place.
+    All that differs in another round is changed, so that a step whose trace depends on it is noticed: the counters,
+    whether the batch is an epoch's last, the optimizers' settings, and batch_idx, the first of `args`, which are those
+    of training_step after the batch.
     """
     loop, (epoch, batch) = trainer.fit_loop, place
     steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
