@@ -122,8 +122,10 @@ def key_in(section: str) -> str:
 def checks_arguments(kind: Class) -> Class:
     """Decorates a class: its arguments must be in the ranges that their annotations have.
 
-        >>> Poisson(sampling_rate=1.5)
-        ConfigError: Poisson(sampling_rate=1.5) must lie in (0, 1].
+    >>> from dpexp import Poisson
+    >>> Poisson(sampling_rate=1.5)
+    Traceback (most recent call last):
+    dpexp.errors.ConfigError: Poisson(sampling_rate=1.5) must lie in (0, 1].
 
     Of an object that is made from a configuration, the sentence has the key: `sampling.sampling_rate=1.5`. The
     TypeError of a call with wrong arguments has the line to write.

@@ -95,6 +95,11 @@ class Classifier(pl.LightningModule):
     """Trains `model` on batches (x, y), with cross entropy if y are classes and the mean squared error if they are
     numbers; or on mappings with the loss that the model computes from them, as models of transformers do.
 
+    >>> import dpexp, torch
+    >>> module = dpexp.Classifier(torch.nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    >>> module.training_step((torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))).shape
+    torch.Size([])
+
     Args:
         optimizer: parameters -> optimizer; None: it is set before the training.
         scheduler: optimizer -> learning-rate scheduler, stepped every round; or None.

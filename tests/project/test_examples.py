@@ -36,4 +36,4 @@ def test_examples_print_what_they_say(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted({*dpexp.__all__} - WITHOUT))
 def test_each_name_of_the_library_has_an_example(name):
     text = getattr(dpexp, name).__doc__
-    assert ">>>" in text or "private.rounds" in text or "dpexp.load(" in text
+    assert ">>>" in text or "for sample in private.rounds(dataset):" in text
