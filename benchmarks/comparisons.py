@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
+from report import Result, kept, spread, table
 from torch import nn
 
 FOUND = Path("outputs/comparisons.jsonl")
@@ -144,7 +146,7 @@ COMPARISONS = {
 }
 
 
-def job(folder: Path, *overrides: str) -> dict[str, Any]:
+def job(folder: Path, *overrides: str) -> Result:
     """The result of `python -m dpexp`, which leaves its files in a folder."""
     aside = ("tracking=none", "trainer.num_evaluations=0", "trainer.threads=1", f"hydra.run.dir={folder}")
     here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -155,56 +157,50 @@ def job(folder: Path, *overrides: str) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def run(name: str, comparison: Comparison, data: str, seeds: int, given: list[str]) -> list[dict[str, Any]]:
+def reached(comparison: Comparison, which: Result, data: str, folder: Path) -> Result:
+    """What the job of a cell, a rate and a seed reaches."""
+    words = f"{comparison.common} {comparison.rows[which['row']]} {comparison.columns[which['column']]}"
+    words = f"{words} seed={which['seed']}".replace("DATA", data)
+    if which["rate"]:
+        words += f" optimizer.lr={which['rate']:g}"
+    if "WEIGHTS" in words:
+        weights = folder / "first" / "weights.safetensors"
+        if not weights.exists():
+            job(weights.parent, *comparison.first.replace("DATA", data).split())
+        words = words.replace("WEIGHTS", str(weights))
+    found = job(Path(tempfile.mkdtemp(dir=folder)), *words.split(), *which["given"])
+    accuracy, epsilon = found["metrics"]["test_accuracy"], found["epsilon"]["pld"]
+    return {"accuracy": accuracy, "epsilon": epsilon, "seconds": found["seconds"] / found["rounds"]}
+
+
+def run(name: str, comparison: Comparison, data: str, seeds: int, given: list[str]) -> list[Result]:
     """What each job of a comparison reached, those of earlier calls with the same overrides too."""
-    FOUND.parent.mkdir(exist_ok=True)
-    FOUND.touch()
-    known = [json.loads(line) for line in FOUND.read_text().splitlines()]
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        weights = Path(folder) / "first" / "weights.safetensors"
-        for row, column, rate, seed in (
-            (row, column, rate, seed)
-            for row in comparison.rows
-            for column in comparison.columns
-            for rate in comparison.rates or (None,)
-            for seed in range(seeds)
-        ):
-            which = {"name": name, "row": row, "column": column, "rate": rate, "seed": seed, "given": given}
-            results += (found := [one for one in known if which.items() <= one.items()])
-            if found:
-                continue
-            words = f"{comparison.common} {comparison.rows[row]} {comparison.columns[column]} seed={seed}"
-            words += f" optimizer.lr={rate:g}" if rate else ""
-            if "WEIGHTS" in words and not weights.exists():
-                job(weights.parent, *comparison.first.replace("DATA", data).split())
-            overrides = words.replace("DATA", data).replace("WEIGHTS", str(weights)).split()
-            found = job(Path(folder) / f"job{len(results)}", *overrides, *given)
-            reached = {"accuracy": found["metrics"]["test_accuracy"], "epsilon": found["epsilon"]["pld"]}
-            results.append(which | reached | {"seconds": found["seconds"] / found["rounds"]})
-            with FOUND.open("a") as file:
-                file.write(json.dumps(results[-1]) + "\n")
+        for row, column in product(comparison.rows, comparison.columns):
+            for rate, seed in product(comparison.rates or (None,), range(seeds)):
+                which = {"name": name, "row": row, "column": column, "rate": rate, "seed": seed, "given": given}
+                results.append(kept(FOUND, which, partial(reached, comparison, which, data, Path(folder))))
     return results
 
 
-def cell(results: list[dict[str, Any]]) -> str:
+def cell(results: list[Result]) -> str:
     """Of the learning rate with the best mean: accuracy, ε and seconds a round."""
-    by_rate = {one["rate"]: [other for other in results if other["rate"] == one["rate"]] for one in results}
-    best = max(by_rate.values(), key=lambda some: statistics.mean(one["accuracy"] for one in some))
-    accuracies = [100 * one["accuracy"] for one in best]
-    spread = f" ± {statistics.stdev(accuracies):.1f}" if len(best) > 1 else ""
+    by_rate = [[one for one in results if one["rate"] == rate] for rate in {one["rate"] for one in results}]
+    best = max(by_rate, key=lambda some: statistics.mean(one["accuracy"] for one in some))
+    accuracy = spread(100 * one["accuracy"] for one in best)
     rate = f" (rate {best[0]['rate']:g})" if best[0]["rate"] else ""
     spent, seconds = max(one["epsilon"] for one in best), statistics.median(one["seconds"] for one in best)
-    return f"{statistics.mean(accuracies):.1f}{spread} %{rate}, ε {spent:.4f}, {seconds:.2f} s"
+    return f"{accuracy} %{rate}, ε {spent:.4f}, {seconds:.2f} s"
 
 
-def table(name: str, comparison: Comparison, results: list[dict[str, Any]]) -> str:
-    columns = comparison.columns
-    lines = [f"| {name} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+def shown(name: str, comparison: Comparison, results: list[Result]) -> str:
+    rows = []
     for row in comparison.rows:
-        cells = [cell([one for one in results if (one["row"], one["column"]) == (row, column)]) for column in columns]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        of_row = [one for one in results if one["row"] == row]
+        cells = [cell([one for one in of_row if one["column"] == column]) for column in comparison.columns]
+        rows.append((row, *cells))
+    return table((name, *comparison.columns), rows)
 
 
 if __name__ == "__main__":
@@ -213,6 +209,6 @@ if __name__ == "__main__":
             seeds = next((int(word) for word in rest if word.isdigit()), 1)
             overrides = [word for word in rest if not word.isdigit()]
             found = run(name, COMPARISONS[name], str(Path(data).resolve()), seeds, overrides)
-            print(table(name, COMPARISONS[name], found))
+            print(shown(name, COMPARISONS[name], found))
         case _:
             sys.exit(f"{__doc__}\nNAME is among {', '.join(COMPARISONS)}.")

@@ -1,6 +1,5 @@
 """Sequences of symbols, by modules written by hand."""
 
-import inspect
 import math
 
 import pytorch_lightning as pl
@@ -136,96 +135,86 @@ def _():
     return Sequence(), Records(lambda i: (waves[i, :-1], waves[i, 1:])), {}
 
 
+class CausalSelfAttention(nn.Module):
+    def __init__(self, d, n_head, dropout):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.resid_dropout, self.n_head, self.n_embd, self.dropout = nn.Dropout(dropout), n_head, d, dropout
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        q = q.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        v = v.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        dropout = self.dropout if self.training else 0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class Block(nn.Module):
+    def __init__(self, d, dropout):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(d, bias=False), nn.LayerNorm(d, bias=False)
+        self.attn = CausalSelfAttention(d, 4, dropout)
+        self.c_fc, self.gelu = nn.Linear(d, 4 * d, bias=False), nn.GELU()
+        self.c_proj, self.drop = nn.Linear(4 * d, d, bias=False), nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.drop(self.c_proj(self.gelu(self.c_fc(self.ln_2(x)))))
+
+
+class Gpt(pl.LightningModule):
+    def __init__(self, d=64, dropout=0.1):
+        super().__init__()
+        self.block_size = T
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(WORDS, d),
+                "wpe": nn.Embedding(T, d),
+                "drop": nn.Dropout(dropout),
+                "h": nn.ModuleList([Block(d, dropout) for _ in range(2)]),
+                "ln_f": nn.LayerNorm(d, bias=False),
+            }
+        )
+        self.lm_head = nn.Linear(d, WORDS, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+        for pn, p in self.named_parameters():
+            if pn.endswith("c_proj.weight"):
+                nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * 2))
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+
+    def forward(self, idx, targets):
+        _b, t = idx.size()
+        assert t <= self.block_size, f"Cannot forward sequence of length {t}, block size is only {self.block_size}"
+        pos = torch.arange(0, t, dtype=torch.long, device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+    def training_step(self, batch, batch_idx):
+        _logits, loss = self(*batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        params = {pn: p for pn, p in self.named_parameters() if p.requires_grad}
+        decay = [p for p in params.values() if p.dim() >= 2]
+        nodecay = [p for p in params.values() if p.dim() < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": nodecay, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95))
+
+
 @case("nanoGPT", "karpathy/nanoGPT")
 def _():
-    class LayerNorm(nn.Module):
-        def __init__(self, ndim, bias):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(ndim))
-            self.bias = nn.Parameter(torch.zeros(ndim)) if bias else None
-
-        def forward(self, x):
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-
-    class CausalSelfAttention(nn.Module):
-        def __init__(self, d, n_head, dropout):
-            super().__init__()
-            self.c_attn, self.c_proj = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-            self.resid_dropout, self.n_head, self.n_embd, self.dropout = nn.Dropout(dropout), n_head, d, dropout
-            self.flash = hasattr(F, "scaled_dot_product_attention")
-
-        def forward(self, x):
-            b, t, c = x.size()
-            q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-            k = k.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
-            q = q.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
-            v = v.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
-            dropout = self.dropout if self.training else 0
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
-            y = y.transpose(1, 2).contiguous().view(b, t, c)
-            return self.resid_dropout(self.c_proj(y))
-
-    class Block(nn.Module):
-        def __init__(self, d, dropout):
-            super().__init__()
-            self.ln_1, self.attn, self.ln_2 = (
-                LayerNorm(d, False),
-                CausalSelfAttention(d, 4, dropout),
-                LayerNorm(d, False),
-            )
-            self.c_fc, self.gelu = nn.Linear(d, 4 * d, bias=False), nn.GELU()
-            self.c_proj, self.drop = nn.Linear(4 * d, d, bias=False), nn.Dropout(dropout)
-
-        def forward(self, x):
-            x = x + self.attn(self.ln_1(x))
-            return x + self.drop(self.c_proj(self.gelu(self.c_fc(self.ln_2(x)))))
-
-    class Gpt(pl.LightningModule):
-        def __init__(self, d=64, dropout=0.1):
-            super().__init__()
-            self.block_size = T
-            self.transformer = nn.ModuleDict(
-                {
-                    "wte": nn.Embedding(WORDS, d),
-                    "wpe": nn.Embedding(T, d),
-                    "drop": nn.Dropout(dropout),
-                    "h": nn.ModuleList([Block(d, dropout) for _ in range(2)]),
-                    "ln_f": LayerNorm(d, False),
-                }
-            )
-            self.lm_head = nn.Linear(d, WORDS, bias=False)
-            self.transformer.wte.weight = self.lm_head.weight
-            self.apply(self._init_weights)
-            for pn, p in self.named_parameters():
-                if pn.endswith("c_proj.weight"):
-                    nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * 2))
-
-        def _init_weights(self, module):
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, mean=0.0, std=0.02)
-
-        def forward(self, idx, targets):
-            _b, t = idx.size()
-            assert t <= self.block_size, f"Cannot forward sequence of length {t}, block size is only {self.block_size}"
-            pos = torch.arange(0, t, dtype=torch.long, device=idx.device)
-            x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-            for block in self.transformer.h:
-                x = block(x)
-            logits = self.lm_head(self.transformer.ln_f(x))
-            return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-
-        def training_step(self, batch, batch_idx):
-            _logits, loss = self(*batch)
-            self.log("train_loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            params = {pn: p for pn, p in self.named_parameters() if p.requires_grad}
-            decay = [p for p in params.values() if p.dim() >= 2]
-            nodecay = [p for p in params.values() if p.dim() < 2]
-            groups = [{"params": decay, "weight_decay": 0.1}, {"params": nodecay, "weight_decay": 0.0}]
-            fused = "fused" in inspect.signature(torch.optim.AdamW).parameters and self.device.type == "cuda"
-            return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), **({"fused": True} if fused else {}))
 
     return Gpt(), characters(), {}
 

@@ -129,28 +129,6 @@ def _():
     return Cosine(), SentencePairs(), {"collate_fn": pad_each}
 
 
-@case("Whisper fine-tuning", "huggingface/transformers run_speech_recognition_seq2seq.py")
-def _():
-    config = transformers.WhisperConfig(
-        vocab_size=WORDS, num_mel_bins=16, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=32,
-        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
-    )  # fmt: skip
-
-    def record(i):
-        words = torch.arange(4 + i % 7) * (i + 1) % (WORDS - 5) + 5
-        return {"input_features": x[i], "labels": torch.cat([torch.tensor([3]), words, torch.tensor([2])])}
-
-    def pad_speech(items):
-        labels = pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=-100)
-        if (labels[:, 0] == config.decoder_start_token_id).all().cpu().item():
-            labels = labels[:, 1:]
-        return {"input_features": torch.stack([item["input_features"] for item in items]), "labels": labels}
-
-    model, x = transformers.WhisperForConditionalGeneration(config), Rows(16, 64).x
-    return Trained(model), Records(record), {"collate_fn": pad_speech}
-
-
 @case("wav2vec2, CTC", "huggingface/transformers run_speech_recognition_ctc.py")
 def _():
     config = transformers.Wav2Vec2Config(
@@ -173,27 +151,6 @@ def _():
         return {"input_values": values, "labels": labels}
 
     return Trained(model), Records(record), {"collate_fn": pad_speech}
-
-
-@case("token classification", "huggingface/transformers run_ner.py")
-def _():
-    config = transformers.DistilBertConfig(
-        vocab_size=WORDS, dim=64, n_layers=2, n_heads=4, hidden_dim=128, num_labels=5
-    )
-
-    def pad_labels(items):
-        labels = pad_sequence([item["input_ids"] % 5 for item in items], True, padding_value=-100)
-        return pad(items) | {"labels": labels}
-
-    class Module(Tuned):
-        def configure_optimizers(self):
-            no_decay = ["bias", "LayerNorm.weight"]
-            rest = [p for n, p in self.model.named_parameters() if not any(nd in n for nd in no_decay)]
-            zero = [p for n, p in self.model.named_parameters() if any(nd in n for nd in no_decay)]
-            groups = [{"params": rest, "weight_decay": 0.01}, {"params": zero, "weight_decay": 0.0}]
-            return torch.optim.AdamW(groups, lr=5e-5)
-
-    return Module(transformers.DistilBertForTokenClassification(config)), Text(), {"collate_fn": pad_labels}
 
 
 @case("masked language model", "huggingface/transformers run_mlm.py")
