@@ -9,20 +9,21 @@ process of its own on one core, one after another, the libraries in turn (A B C 
 a run there keeps the row that the page has.
 """
 
-import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 
+from report import Result, cells_of, kept, parser, passage, read, spread, table, write
+
 PEERS = Path(__file__).with_suffix("")
-PAGE = PEERS.parent.parent / "docs" / "peers.md"
+MARKS = "peers.md", "<!-- made -->", "<!-- end -->"
 WORKS = {"cnn": "CNN, 26 010 parameters", "mlp": "MLP 784-256-10"}
 SCRIPTS = {
     "dpexp, YAML": "experiment/peers.yaml",
@@ -35,64 +36,51 @@ SCRIPTS = {
     "Opake": "with_opake.py",
     "pfl": "with_pfl.py",
 }
+OTHERS = {"fastdp": "fastDP", "jax": "JAX Privacy", "tf": "TensorFlow Privacy", "opake": "Opake", "pfl": "pfl"}
 SHUFFLED = ("fastDP", "TensorFlow Privacy", "pfl")
 HEAD = ["", "accuracy, % (runs)", "z; ε, said; ε, PLD", "CPU: ms a round; s in all", "MiB; lines"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="folder of MNIST's files")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    for name in ("fastdp", "jax", "tf", "opake", "pfl"):
-        parser.add_argument(f"--{name}", help="an interpreter that has it")
-    parser.add_argument("--results", default="outputs/peers.jsonl")
-    given = parser.parse_args()
-    pythons = dict.fromkeys(SCRIPTS, sys.executable)
-    pythons |= {"fastDP": given.fastdp, "JAX Privacy": given.jax, "TensorFlow Privacy": given.tf}
-    pythons |= {"Opake": given.opake, "pfl": given.pfl}
+    options = parser(__doc__)
+    options.add_argument("data", help="folder of MNIST's files")
+    options.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    for name in OTHERS:
+        options.add_argument(f"--{name}", help="an interpreter that has it")
+    options.add_argument("--results", type=Path, default="outputs/peers.jsonl")
+    given = options.parse_args()
+    pythons = dict.fromkeys(SCRIPTS, sys.executable) | {OTHERS[name]: getattr(given, name) for name in OTHERS}
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    results = Path(given.results)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.touch()
-    for seed in range(given.seeds):
-        for work in WORKS:
-            for name in (name for name, python in pythons.items() if python):
-                which = {"name": name, "work": work, "seed": seed}
-                if any(which.items() <= run.items() for run in read(results)):
-                    continue
-                with tempfile.TemporaryDirectory() as folder:
-                    run = which | trained(name, pythons[name], work, str(seed), folder, given.data)
-                print(run, flush=True)
-                with results.open("a") as file:
-                    file.write(json.dumps(run) + "\n")
-    before, made, after = re.split("(?<=<!-- made -->\n)(.*)(?=<!-- end -->)", PAGE.read_text(), flags=re.DOTALL)
-    was = dict(zip(WORKS, made.split("### ")[1:], strict=True))
-    text = "\n".join(f"### {title}\n\n{table(work, read(results), was[work])}" for work, title in WORKS.items())
-    PAGE.write_text(f"{before}\n{text}\n{after}")
+    for seed, work, name in product(range(given.seeds), WORKS, SCRIPTS):
+        if pythons[name]:
+            which = {"name": name, "work": work, "seed": seed}
+            print(kept(given.results, which, partial(trained, name, pythons[name], work, str(seed), given.data)))
+    was = dict(zip(WORKS, passage(*MARKS).split("### ")[1:], strict=True))
+    runs = read(given.results)
+    parts = [f"### {title}\n\n{of_work(work, runs, was[work])}" for work, title in WORKS.items()]
+    write("\n\n".join(parts), *MARKS)
 
 
-def read(results: Path) -> list[dict]:
-    return [json.loads(line) for line in results.read_text().splitlines()]
-
-
-def trained(name: str, python: str, work: str, seed: str, folder: str, data: str) -> dict:
+def trained(name: str, python: str, work: str, seed: str, data: str) -> Result:
     """What one process found, its seconds from start to end and its peak memory in MiB; or its error."""
     here = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-    arguments = [work, seed, folder, data]
-    subprocess.run([sys.executable, PEERS / "initial.py", *arguments], env=here, check=True)
-    command: Sequence[str | Path] = [python, PEERS / SCRIPTS[name], *arguments]
-    if name == "dpexp, YAML":
-        here["PYTHONPATH"] = os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")])
-        command = [python, "-m", "dpexp", *job(work, seed, folder, data)]
-    stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-    with stdout.open("w") as out, stderr.open("w") as err:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, env=here, stdout=out, stderr=err, cwd=folder)
-        _, status, used = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - began
-    if status:
-        return {"error": [*stderr.read_text().splitlines(), f"exit status {status}"][-2]}
-    found = from_job(Path(folder)) if name == "dpexp, YAML" else json.loads(stdout.read_text().splitlines()[-1])
+    is_job = name == "dpexp, YAML"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [work, seed, folder, data]
+        subprocess.run([sys.executable, PEERS / "initial.py", *arguments], env=here, check=True)
+        command: list[str | Path] = [python, PEERS / SCRIPTS[name], *arguments]
+        if is_job:
+            here["PYTHONPATH"] = os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")])
+            command = [python, "-m", "dpexp", *job(*arguments)]
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        with stdout.open("w") as out, stderr.open("w") as err:
+            began = time.perf_counter()
+            process = subprocess.Popen(command, env=here, stdout=out, stderr=err, cwd=folder)
+            _, status, used = os.wait4(process.pid, 0)
+            seconds = time.perf_counter() - began
+        if status:
+            return {"error": [*stderr.read_text().splitlines(), f"exit status {status}"][-2]}
+        found = from_job(Path(folder)) if is_job else json.loads(stdout.read_text().splitlines()[-1])
     return found | {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}
 
 
@@ -106,45 +94,40 @@ def job(work: str, seed: str, folder: str, data: str) -> list[str]:
     ]  # fmt: skip
 
 
-def from_job(folder: Path) -> dict:
-    """As `report` says it, from the files that a job of dpexp leaves."""
+def from_job(folder: Path) -> Result:
+    """As `report` of setting.py says it, from the files that a job of dpexp leaves."""
     result, clock = (json.loads((folder / name).read_text()) for name in ("run/result.json", "ticks.json"))
     found = {"accuracy": result["metrics"]["test_accuracy"], "z": result["noise_multiplier"]}
     return clock | found | {"epsilon": result["epsilon"]["pld"]}
 
 
-def table(work: str, runs: list[dict], was: str) -> str:
-    """Of `runs`; and of `was`, the table before, for a library that has none."""
-    kept = {
-        cells[0].partition(" (")[0]: cells for cells in (line.strip("| ").split(" | ") for line in was.splitlines())
-    }
-    rows = [HEAD, ["---"] * len(HEAD)]
+def of_work(work: str, runs: list[Result], was: str) -> str:
+    """The table of `runs`; and of `was`, the table before, for a library that has none."""
+    kept_rows = {cells[0].partition(" (")[0]: cells for cells in map(cells_of, was.splitlines())}
+    rows = []
     for name in SCRIPTS:
         mine = [run for run in runs if (run["name"], run["work"]) == (name, work)]
         done = [run for run in mine if "error" not in run]
-        if mine and not done:
-            rows.append([name, mine[-1]["error"], *[""] * (len(HEAD) - 2)])
-        elif done:
-            rows.append(row(name, done))
-        elif name in kept:
-            rows.append(kept[name])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+        if done:
+            rows.append(cells(name, done))
+        elif mine:
+            rows.append([name, mine[-1]["error"], "", "", ""])
+        elif name in kept_rows:
+            rows.append(kept_rows[name])
+    return table(HEAD, rows)
 
 
-def row(name: str, runs: list[dict]) -> list[str]:
-    def median(key: str) -> float:
-        return statistics.median(run[key] for run in runs)
-
-    percent = [100 * run["accuracy"] for run in runs]
-    z = median("z")
-    spread = f" ± {statistics.stdev(percent):.2f}" if len(runs) > 1 else ""
+def cells(name: str, runs: list[Result]) -> list[str]:
+    z, epsilon, round_cpu, cpu, mib = (
+        statistics.median(run[key] for run in runs) for key in ("z", "epsilon", "round_cpu", "cpu", "MiB")
+    )
     lines = lines_of(PEERS / SCRIPTS[name]) + (name == "dpexp, YAML")  # and its command
     return [
         f"{name} ({runs[-1]['version']})",
-        f"{statistics.mean(percent):.2f}{spread} ({len(runs)})",
-        f"{z:.4f}; {median('epsilon'):.3f}; {independent_epsilon(z, shuffled=name in SHUFFLED):.3f}",
-        f"{1000 * median('round_cpu'):.0f}; {median('cpu'):.0f}",
-        f"{median('MiB'):.0f}; {lines}",
+        f"{spread((100 * run['accuracy'] for run in runs), 2)} ({len(runs)})",
+        f"{z:.4f}; {epsilon:.3f}; {independent_epsilon(z, shuffled=name in SHUFFLED):.3f}",
+        f"{1000 * round_cpu:.0f}; {cpu:.0f}",
+        f"{mib:.0f}; {lines}",
     ]
 
 

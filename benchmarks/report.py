@@ -26,7 +26,7 @@ def row(*cells: object) -> str:
 
 
 def head(*cells: object) -> str:
-    return f"{row(*cells)}\n{row(*['---'] * len(cells))}"
+    return f"{row(*cells)}\n{'|---' * len(cells)}|"
 
 
 def table(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

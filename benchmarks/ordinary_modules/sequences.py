@@ -100,41 +100,6 @@ def _():
     return Lstm(), characters(12, lambda ids: ids), {"collate_fn": time_first}
 
 
-@case("LSTM cells, sine waves", "pytorch/examples time_sequence_prediction")
-def _():
-    class Sequence(pl.LightningModule):
-        def __init__(self, d=16):
-            super().__init__()
-            self.lstm1, self.lstm2, self.linear = nn.LSTMCell(1, d), nn.LSTMCell(d, d), nn.Linear(d, 1)
-            self.d, self.criterion = d, nn.MSELoss()
-            self.double()
-
-        def forward(self, x, future=0):
-            outputs = []
-            h1, c1, h2, c2 = (torch.zeros(x.size(0), self.d, dtype=torch.double, device=x.device) for _ in range(4))
-            for now in x.split(1, dim=1):
-                h1, c1 = self.lstm1(now, (h1, c1))
-                h2, c2 = self.lstm2(h1, (h2, c2))
-                output = self.linear(h2)
-                outputs += [output]
-            for _ in range(future):
-                h1, c1 = self.lstm1(output, (h1, c1))
-                h2, c2 = self.lstm2(h1, (h2, c2))
-                output = self.linear(h2)
-                outputs += [output]
-            return torch.cat(outputs, dim=1)
-
-        def training_step(self, batch, batch_idx):
-            return self.criterion(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), lr=0.8)
-
-    shift = torch.randint(-80, 80, (N, 1), generator=seeded())
-    waves = torch.sin((torch.arange(12) + shift) / 2.0).double()
-    return Sequence(), Records(lambda i: (waves[i, :-1], waves[i, 1:])), {}
-
-
 class CausalSelfAttention(nn.Module):
     def __init__(self, d, n_head, dropout):
         super().__init__()
@@ -299,34 +264,3 @@ def _():
             return F.binary_cross_entropy(y.double(), t.double())
 
     return Dkt(), Records(record), {}
-
-
-@case("sentiment CNN", "bentrevett/pytorch-sentiment-analysis")
-def _():
-    class Cnn(Base):
-        def __init__(self, d=32, filters=16, sizes=(3, 4, 5)):
-            super().__init__()
-            self.embedding = nn.Embedding(WORDS, d, padding_idx=0)
-            self.embedding.weight.data[0] = torch.zeros(d)
-            self.convs = nn.ModuleList([nn.Conv2d(1, filters, kernel_size=(size, d)) for size in sizes])
-            self.fc, self.dropout = nn.Linear(len(sizes) * filters, 1), nn.Dropout(0.5)
-            self.criterion = nn.BCEWithLogitsLoss()
-
-        def forward(self, text):
-            embedded = self.embedding(text.permute(1, 0)).unsqueeze(1)
-            conved = [F.relu(conv(embedded)).squeeze(3) for conv in self.convs]
-            pooled = [F.max_pool1d(x, x.shape[2]).squeeze(2) for x in conved]
-            return self.fc(self.dropout(torch.cat(pooled, dim=1)))
-
-        def training_step(self, batch, batch_idx):
-            text, label = batch
-            predictions = self(text).squeeze(1)
-            correct = (torch.round(torch.sigmoid(predictions)) == label).float()
-            self.log("train_acc", (correct.sum() / len(correct)).item())
-            return self.criterion(predictions, label)
-
-    def time_first(items):
-        labels = torch.stack([item["labels"] for item in items]).float()
-        return pad_sequence([item["input_ids"] for item in items]), labels
-
-    return Cnn(), Text(), {"collate_fn": time_first}

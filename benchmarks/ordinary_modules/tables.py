@@ -8,7 +8,6 @@ import torch
 from ordinary import GROUP_NORM, case
 from records import Base, Rows, Table
 from torch import nn
-from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -98,68 +97,6 @@ def features_first(rows):
 @case("DLRM", "facebookresearch/dlrm dlrm_s_pytorch.py")
 def _():
     return Dlrm(), Table(13, SIZES), {"collate_fn": features_first}
-
-
-@case("PointNet", "fxia22/pointnet.pytorch", GROUP_NORM)
-def _():
-    class STN3d(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv1, self.conv2 = nn.Conv1d(3, 16, 1), nn.Conv1d(16, 32, 1)
-            self.fc1, self.fc2 = nn.Linear(32, 16), nn.Linear(16, 9)
-            self.bn1, self.bn2, self.bn3 = nn.BatchNorm1d(16), nn.BatchNorm1d(32), nn.BatchNorm1d(16)
-
-        def forward(self, x):
-            batchsize = x.size()[0]
-            x = F.relu(self.bn1(self.conv1(x)))
-            x = F.relu(self.bn2(self.conv2(x)))
-            x = torch.max(x, 2, keepdim=True)[0]
-            x = F.relu(self.bn3(self.fc1(x.view(-1, 32))))
-            iden = torch.eye(3).flatten().view(1, 9).repeat(batchsize, 1)
-            return (self.fc2(x) + iden).view(-1, 3, 3)
-
-    class Module(Base):
-        def __init__(self):
-            super().__init__()
-            self.stn, self.conv1, self.conv2 = STN3d(), nn.Conv1d(3, 16, 1), nn.Conv1d(16, 32, 1)
-            self.bn1, self.bn2 = nn.BatchNorm1d(16), nn.BatchNorm1d(32)
-            self.fc1, self.fc2, self.dropout = nn.Linear(32, 16), nn.Linear(16, 5), nn.Dropout(p=0.3)
-
-        def training_step(self, batch, batch_idx):
-            points, target = batch
-            x = points.transpose(2, 1)
-            x = torch.bmm(x.transpose(2, 1), self.stn(x)).transpose(2, 1)
-            x = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-            x = torch.max(x, 2, keepdim=True)[0].view(-1, 32)
-            pred = F.log_softmax(self.fc2(F.relu(self.dropout(self.fc1(x)))), dim=1)
-            return F.nll_loss(pred, target)
-
-    return Module(), Rows(64, 3, classes=5), {}
-
-
-@case("VAE by rsample", "Lightning-Universe/lightning-bolts VAE")
-def _():
-    class Vae(Base):
-        def __init__(self):
-            super().__init__()
-            self.encoder = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
-            self.mu, self.log_var = nn.Linear(64, 8), nn.Linear(64, 8)
-            self.decoder = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64))
-
-        def training_step(self, batch, batch_idx):
-            x, _ = batch
-            h = self.encoder(x)
-            std = torch.exp(self.log_var(h) / 2)
-            p = Normal(torch.zeros_like(std), torch.ones_like(std))
-            q = Normal(self.mu(h), std)
-            z = q.rsample()
-            recon = F.mse_loss(self.decoder(z), x, reduction="mean")
-            kl = kl_divergence(q, p).mean()
-            loss = recon + 0.1 * kl
-            self.log_dict({"recon": recon, "kl": kl, "loss": loss})
-            return loss
-
-    return Vae(), Rows(64), {}
 
 
 @case("PINN, Burgers", "rezaakb/pinns-torch")
