@@ -206,6 +206,7 @@ def run_parts(given: Namespace) -> bool:
     """Whether all holds."""
     began = ends = time.monotonic()
     folder = Path(os.environ.get("OUT") or ROOT / "outputs" / "cuda" / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp())
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     os.chdir(ROOT)

@@ -68,18 +68,19 @@ def write(text: str, page: str, begin: str, end: str = END) -> None:
 
 
 def read(path: Path) -> list[Result]:
-    """The lines of a JSONL file; none if it is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The lines of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def append(path: Path, result: Result) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(result) + "\n")
 
 
 def kept(path: Path, which: Result, find: Callable[[], Result]) -> Result:
     """The result in a JSONL file that has all items of `which`; found now, and added to the file, if none has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
     for result in read(path):
         if which.items() <= result.items():
             return result

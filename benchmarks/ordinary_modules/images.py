@@ -18,32 +18,31 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Subset
 
 
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        resnet = ResNet18()
+        resnet.conv1 = nn.Conv2d(1, 8, kernel_size=(7, 7), stride=(2, 2), padding=(3, 3), bias=False)
+        self.resnet = nn.Sequential(*list(resnet.children())[:-1])
+        self.fc = nn.Sequential(nn.Linear(2 * resnet.fc.in_features, 64), nn.ReLU(inplace=True), nn.Linear(64, 1))
+        self.sigmoid = nn.Sigmoid()
+        self.fc.apply(self.initialize)
+
+    def initialize(self, m):
+        if isinstance(m, nn.Linear):
+            nn.init.xavier_uniform_(m.weight)
+            m.bias.data.fill_(0.01)
+
+    def once(self, x):
+        h = self.resnet(x)
+        return h.view(h.size()[0], -1)
+
+    def forward(self, first, second):
+        return self.sigmoid(self.fc(torch.cat((self.once(first), self.once(second)), 1)))
+
+
 @case("Siamese network", "pytorch/examples siamese_network", GROUP_NORM)
 def _():
-    class Siamese(nn.Module):
-        def __init__(self):
-            super().__init__()
-            resnet = ResNet18()
-            resnet.conv1 = nn.Conv2d(1, 8, kernel_size=(7, 7), stride=(2, 2), padding=(3, 3), bias=False)
-            self.resnet = nn.Sequential(*list(resnet.children())[:-1])
-            self.fc = nn.Sequential(nn.Linear(2 * resnet.fc.in_features, 64), nn.ReLU(inplace=True), nn.Linear(64, 1))
-            self.sigmoid = nn.Sigmoid()
-            self.resnet.apply(self.initialize)
-            self.fc.apply(self.initialize)
-
-        def initialize(self, m):
-            if isinstance(m, nn.Linear):
-                nn.init.xavier_uniform_(m.weight)
-                m.bias.data.fill_(0.01)
-
-        def once(self, x):
-            h = self.resnet(x)
-            return h.view(h.size()[0], -1)
-
-        def forward(self, first, second):
-            both = torch.cat((self.once(first), self.once(second)), 1)
-            return self.sigmoid(self.fc(both))
-
     class Matcher(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -60,16 +59,12 @@ def _():
             return [optimizer], [StepLR(optimizer, step_size=1, gamma=0.7)]
 
     of = images()
-    data = (of.x * 255).to(torch.uint8)
-    of_class = [np.flatnonzero(of.y.numpy() == c).tolist() for c in range(10)]
 
     def pair(i):
-        draw = random.Random(i)
-        a, b = draw.sample(range(10), 2)
-        one, two = draw.sample(of_class[a], 2)
-        if i % 2:
-            two = draw.choice(of_class[b])
-        return data[one].clone().float(), data[two].clone().float(), torch.tensor(1.0 - i % 2)
+        """A record, and one that is of its class if i is even."""
+        is_alike = (of.y == of.y[i]).numpy() == (i % 2 == 0)
+        other = random.Random(i).choice(np.flatnonzero(is_alike).tolist())
+        return of.x[i], of.x[other], torch.tensor(1.0 - i % 2)
 
     return Matcher(), Records(pair), {}
 
@@ -250,20 +245,16 @@ class Attention(nn.Module):
         return x + self.to_out(out.reshape(b, -1, h, w))
 
 
-class Unet(nn.Module):
+class Denoiser(nn.Module):
     def __init__(self, dim=8, time=32):
         super().__init__()
         self.time_mlp = nn.Sequential(Waves(dim), nn.Linear(dim, time), nn.GELU(), nn.Linear(time, time))
         self.first, self.last = nn.Conv2d(1, dim, 7, padding=3), nn.Conv2d(dim, 1, 1)
-        self.down, self.shrink = Block(dim, dim, time), nn.Conv2d(dim, 2 * dim, 4, 2, 1)
-        self.middle, self.attention = Block(2 * dim, 2 * dim, time), Attention(2 * dim)
-        self.grow = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(2 * dim, dim, 3, padding=1))
-        self.up = Block(2 * dim, dim, time)
+        self.down, self.attention, self.up = Block(dim, 2 * dim, time), Attention(2 * dim), Block(3 * dim, dim, time)
 
     def forward(self, x, time):
-        t = self.time_mlp(time)
-        kept = self.down(self.first(x), t)
-        x = self.grow(self.attention(self.middle(self.shrink(kept), t)))
+        t, kept = self.time_mlp(time), self.first(x)
+        x = self.attention(self.down(kept, t))
         return self.last(self.up(torch.cat((x, kept), dim=1), t))
 
 
@@ -297,7 +288,7 @@ class Train(pl.LightningModule):
     def __init__(self, decay=0.995, every=10):
         super().__init__()
         self.save_hyperparameters()
-        self.diffusion = Diffusion(Unet())
+        self.diffusion = Diffusion(Denoiser())
         self.ema = copy.deepcopy(self.diffusion).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):

@@ -35,21 +35,6 @@ def _():
     return Tuned(bert()), Text(), {"collate_fn": pad}
 
 
-@case("LoRA classifier", "huggingface/peft examples/sequence_classification")
-def _():
-    config = transformers.RobertaConfig(**sizes(max_position_embeddings=40))
-    model = transformers.RobertaForSequenceClassification(config)
-    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.1))
-
-    class Lora(Tuned):
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(params=self.model.parameters(), lr=3e-4)
-            scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 0.06 * 100, 100)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    return Lora(model), Text(), {"collate_fn": pad}
-
-
 @case("T5 summarization, label smoothing", "huggingface/transformers run_summarization.py")
 def _():
     config = transformers.T5Config(
@@ -185,16 +170,6 @@ def _():
     return Tuned(model), Text(), {"collate_fn": completion_only}
 
 
-def narrow(**others):
-    return sizes(hidden_size=32, intermediate_size=64, **others)
-
-
-@case("Mixtral", "huggingface/transformers")
-def _():
-    config = transformers.MixtralConfig(**narrow(num_key_value_heads=2, num_local_experts=4))
-    return Tuned(transformers.MixtralForCausalLM(config)), Text(), {"collate_fn": pad_fixed_causal}
-
-
 HYBRIDS = {
     "Falcon-H1": ("FalconH1", {
         "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8,
@@ -206,30 +181,14 @@ HYBRIDS = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8,
     }),
-    "Mamba": ("Mamba", {"state_size": 8}),
 }  # fmt: skip
 for name, (of, own) in HYBRIDS.items():
 
     def hybrid(of=of, own=own):
-        config = getattr(transformers, f"{of}Config")(**narrow(num_key_value_heads=2, **own))
+        config = getattr(transformers, f"{of}Config")(
+            **sizes(hidden_size=32, intermediate_size=64, num_key_value_heads=2, **own)
+        )
         model = getattr(transformers, f"{of}ForCausalLM")(config)
         return Tuned(model), Text(), {"collate_fn": pad_fixed_causal}
 
     case(name, "huggingface/transformers")(hybrid)
-
-
-@case("DeBERTa", "huggingface/transformers")
-def _():
-    own = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16}
-    config = transformers.DebertaV2Config(**narrow(**own))
-    return Tuned(transformers.DebertaV2ForSequenceClassification(config)), Text(), {"collate_fn": pad_fixed}
-
-
-@case("ELECTRA discriminator", "huggingface/transformers")
-def _():
-    def collate(items):
-        batch = pad_fixed(items)
-        return batch | {"labels": batch["input_ids"] % 2}
-
-    model = transformers.ElectraForPreTraining(transformers.ElectraConfig(**narrow(embedding_size=32)))
-    return Tuned(model), Text(), {"collate_fn": collate}
