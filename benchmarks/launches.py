@@ -10,6 +10,7 @@ is without that.
 
 import collections
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import WORKLOADS
 
 import dpexp
+from dpexp.privacy.fit import DryRunDone
 from dpexp.privacy.gradients import norms, recurrent
-from dpexp.privacy.training import DryRunDone
 
 VIEWS = {
     "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand", "as_strided",
@@ -69,7 +70,7 @@ def private(work):
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.jsonl"
         callback = dpexp.PrivacyCallback(plan, ledger, max_physical_batch_size=2 * work.batch, compile=False)
-        callback.dry_run_only = True
+        callback.options = replace(callback.options, dry_run_only=True)
         try:
             trainer(callback).fit(module, DataLoader(records, batch_size=work.batch))
         except DryRunDone as done:

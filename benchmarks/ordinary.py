@@ -83,7 +83,7 @@ class Clock(pl.Callback):
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         if self.privacy:
-            step = self.privacy._engine.step
+            step = self.privacy._fit.engine.step
             self.found = {"mode": step.mode, "reason": step.reason}
 
     def result(self) -> Result:
@@ -136,16 +136,15 @@ def apart(name: str, steps: int) -> tuple[str, ...]:
 
 
 def summary(lines: list[str]) -> str:
-    """How many modules of the table run in which way, at what price, and which are not traced."""
+    """How many modules of the table run in which way, and at what price."""
     rows = []
     for mode in MODES:
         of_mode = [cells for cells in map(cells_of, lines) if cells[3] == mode]
         prices = [float(cells[5]) for cells in of_mode if cells[5]]
         paid = f"{min(prices):.1f}, {statistics.median(prices):.1f}, {max(prices):.1f}" if prices else ""
-        names = "" if mode == "traced" else "; ".join(cells[0] for cells in of_mode)
         if of_mode:
-            rows.append((mode, len(of_mode), paid, names))
-    return table(("", "modules", "least, median and most time over plain", "which"), rows)
+            rows.append((mode, len(of_mode), paid))
+    return table(("", "modules", "least, median and most time over plain"), rows)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 DATA is a folder with MNIST's four standard files. What is trained, and how, is in benchmarks/peers/: one script a
 library. dpexp and Opacus run in this interpreter, the others in those that are given, or not at all. Each run is a
 process of its own on one core, one after another, the libraries in turn (A B C A B C …). Runs are appended to
---results, from which the tables in docs/peers.md are made: what is there already is not run again. A library without
+--results, from which the table in docs/peers.md is made: what is there already is not run again. A library without
 a run there keeps the row that the page has.
 """
 
@@ -24,7 +24,7 @@ from report import Result, cells_of, kept, parser, passage, read, spread, table,
 
 PEERS = Path(__file__).with_suffix("")
 MARKS = "peers.md", "<!-- made -->", "<!-- end -->"
-WORKS = {"cnn": "CNN, 26 010 parameters", "mlp": "MLP 784-256-10"}
+WORKS = {"cnn": "CNN", "mlp": "MLP"}
 SCRIPTS = {
     "dpexp, YAML": "experiment/peers.yaml",
     "dpexp, library": "with_dpexp.py",
@@ -38,7 +38,8 @@ SCRIPTS = {
 }
 OTHERS = {"fastdp": "fastDP", "jax": "JAX Privacy", "tf": "TensorFlow Privacy", "opake": "Opake", "pfl": "pfl"}
 SHUFFLED = ("fastDP", "TensorFlow Privacy", "pfl")
-HEAD = ["", "accuracy, % (runs)", "z; ε, said; ε, PLD", "CPU: ms a round; s in all", "MiB; lines"]
+OF_WORK = ("accuracy, % (runs)", "ms a round; s; MiB")
+HEAD = ["", "z; ε, said; ε, PLD", *(f"{title}: {what}" for title in WORKS.values() for what in OF_WORK), "lines"]
 
 
 def main() -> None:
@@ -55,10 +56,7 @@ def main() -> None:
         if pythons[name]:
             which = {"name": name, "work": work, "seed": seed}
             print(kept(given.results, which, partial(trained, name, pythons[name], work, str(seed), given.data)))
-    was = dict(zip(WORKS, passage(*MARKS).split("### ")[1:], strict=True))
-    runs = read(given.results)
-    parts = [f"### {title}\n\n{of_work(work, runs, was[work])}" for work, title in WORKS.items()]
-    write("\n\n".join(parts), *MARKS)
+    write(of_libraries(read(given.results), passage(*MARKS)), *MARKS)
 
 
 def trained(name: str, python: str, work: str, seed: str, data: str) -> Result:
@@ -80,8 +78,8 @@ def trained(name: str, python: str, work: str, seed: str, data: str) -> Result:
             seconds = time.perf_counter() - began
         if status:
             return {"error": [*stderr.read_text().splitlines(), f"exit status {status}"][-2]}
-        found = from_job(Path(folder)) if is_job else json.loads(stdout.read_text().splitlines()[-1])
-    return found | {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}
+        told = from_job(Path(folder)) if is_job else json.loads(stdout.read_text().splitlines()[-1])
+    return told | {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}
 
 
 def job(work: str, seed: str, folder: str, data: str) -> list[str]:
@@ -97,38 +95,44 @@ def job(work: str, seed: str, folder: str, data: str) -> list[str]:
 def from_job(folder: Path) -> Result:
     """As `report` of setting.py says it, from the files that a job of dpexp leaves."""
     result, clock = (json.loads((folder / name).read_text()) for name in ("run/result.json", "ticks.json"))
-    found = {"accuracy": result["metrics"]["test_accuracy"], "z": result["noise_multiplier"]}
-    return clock | found | {"epsilon": result["epsilon"]["pld"]}
+    told = {"accuracy": result["metrics"]["test_accuracy"], "z": result["noise_multiplier"]}
+    return clock | told | {"epsilon": result["epsilon"]["pld"]}
 
 
-def of_work(work: str, runs: list[Result], was: str) -> str:
-    """The table of `runs`; and of `was`, the table before, for a library that has none."""
-    kept_rows = {cells[0].partition(" (")[0]: cells for cells in map(cells_of, was.splitlines())}
+def of_libraries(runs: list[Result], was: str) -> str:
+    """The table of `runs`; and of `was`, the table before, for what was not run."""
+    before = {cells[0].partition(" (")[0]: cells for cells in map(cells_of, was.splitlines())}
     rows = []
     for name in SCRIPTS:
-        mine = [run for run in runs if (run["name"], run["work"]) == (name, work)]
-        done = [run for run in mine if "error" not in run]
-        if done:
-            rows.append(cells(name, done))
-        elif mine:
-            rows.append([name, mine[-1]["error"], "", "", ""])
-        elif name in kept_rows:
-            rows.append(kept_rows[name])
+        row = before.get(name, [name] + [""] * (len(HEAD) - 1))
+        row = with_runs(name, [run for run in runs if run["name"] == name], row)
+        if any(row[1:]):
+            rows.append(row)
     return table(HEAD, rows)
 
 
-def cells(name: str, runs: list[Result]) -> list[str]:
-    z, epsilon, round_cpu, cpu, mib = (
-        statistics.median(run[key] for run in runs) for key in ("z", "epsilon", "round_cpu", "cpu", "MiB")
-    )
-    lines = lines_of(PEERS / SCRIPTS[name]) + (name == "dpexp, YAML")  # and its command
-    return [
-        f"{name} ({runs[-1]['version']})",
-        f"{spread((100 * run['accuracy'] for run in runs), 2)} ({len(runs)})",
-        f"{z:.4f}; {epsilon:.3f}; {independent_epsilon(z, shuffled=name in SHUFFLED):.3f}",
-        f"{1000 * round_cpu:.0f}; {cpu:.0f}",
-        f"{mib:.0f}; {lines}",
-    ]
+def with_runs(name: str, runs: list[Result], row: list[str]) -> list[str]:
+    """A library's row with what its runs found."""
+    done = [run for run in runs if "error" not in run]
+    if done:
+        z, said = (statistics.median(run[key] for run in done) for key in ("z", "epsilon"))
+        tight = independent_epsilon(z, shuffled=name in SHUFFLED)
+        lines = lines_of(PEERS / SCRIPTS[name]) + (name == "dpexp, YAML")  # and its command
+        row = [f"{name} ({done[-1]['version']})", f"{z:.4f}; {said:.3f}; {tight:.3f}", *row[2:-1], str(lines)]
+    for k, work in enumerate(WORKS):
+        if of_work := [run for run in runs if run["work"] == work]:
+            row[2 + 2 * k : 4 + 2 * k] = found(of_work)
+    return row
+
+
+def found(runs: list[Result]) -> list[str]:
+    """Accuracy, times and memory of one library on one model."""
+    done = [run for run in runs if "error" not in run]
+    if not done:
+        return [runs[-1]["error"], ""]
+    ms, cpu, mib = (statistics.median(run[key] for run in done) for key in ("round_cpu", "cpu", "MiB"))
+    accuracy = spread((100 * run["accuracy"] for run in done), 2)
+    return [f"{accuracy} ({len(done)})", f"{1000 * ms:.0f}; {cpu:.0f}; {mib:.0f}"]
 
 
 def independent_epsilon(z: float, shuffled: bool) -> float:

@@ -60,20 +60,18 @@ A default in *italics* is computed from other values; `???` must be given.
 COMMANDS_PAGE = """\
 # Commands
 
-Each is `python -m dpexp NAME …`, or `dpexp NAME …` where the package is installed; `python -m dpexp help NAME` prints
-what this page says. Without a name, it is a job.
+Each begins with `python -m dpexp`, or `dpexp` where it is installed; `python -m dpexp help NAME` says more. Without a
+name, it is a job: `python -m dpexp [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]` trains with these
+[options](options.md).
 
-## A job
+- `-m`: a sweep of all combinations of values that are separated by commas
+- `--config-dir FOLDER`: a folder with options of your own
+- `--cfg job`: shows the resolved configuration
 
-`python -m dpexp [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]` trains, with the [options](options.md) that are given.
-
-| flag | meaning |
-|---|---|
-| `-m` | a sweep: every combination of values that are separated by commas |
-| `--config-dir FOLDER` | a folder with options of your own |
-| `--cfg job` | shows the resolved configuration without running it |
-| `--help` | is the command `help` |
+A RUN is a job's folder, or an MLflow run id of the store `uri=…`, by default `sqlite:///outputs/mlflow.db`. A SOURCE
+may also be a ledger file.
 """
+OF_ALL = "the store that has the run"  # said once, above
 
 
 def options_page() -> str:
@@ -335,17 +333,14 @@ def documented(key: str, targets: dict[str, list[str]]) -> str:
 
 
 def commands_page() -> str:
+    """What each command does, and its options; `help NAME` has the paragraphs between."""
     parts = [COMMANDS_PAGE]
     for name, text in COMMANDS.items():
-        prose, rows = [], []
-        for line in text.splitlines():
-            if option := re.match(r"^    (\S+)\s{2,}(.*)$", line):
-                rows.append((f"`{option[1]}`", marked(option[2])))
-            else:
-                prose.append(line.removesuffix("Options:").rstrip())
-        parts.append("\n".join([f"## {name}", "", *prose]))
-        parts += [table(("option", "meaning"), rows)] if rows else []
-    return joined(parts)
+        usage, *lines = text.splitlines()
+        parts.append(f"## {name}\n\n{usage.replace('`python -m dpexp ', '`', 1)}")
+        options = [found.groups() for line in lines if (found := re.match(r"^    (\S+)\s{2,}(.*)$", line))]
+        parts.append("\n".join(f"- `{key}`: {marked(of)}" for key, of in options if of != OF_ALL))
+    return joined([part for part in parts if part])
 
 
 PAGES = {"options.md": options_page, "commands.md": commands_page}

@@ -53,6 +53,7 @@ WARM_UP, REPEAT, SECONDS = 60, 5, 10  # of a fit on a CPU
 OPACUS_WARM_UP = 2
 ROUNDS = 100_000  # more than are measured
 LR, Z = 0.01, 1.0
+ON_PAGE = ("logistic", "mlp", "cnn", "lstm", "bert", "gpt2", "llama", "lora", "wrn")  # the figure has all
 LATE = "out of time"
 COMPILED, HOOKS, GHOST = "dpexp, compiled", "Opacus hooks", "Opacus ghost"
 
@@ -97,7 +98,8 @@ class Turns(pl.Callback):
             return
         if self.done == self.pace.warm_up:
             clock(self.pace.device)
-            told = [getattr(callback, "compiling", "") for callback in (trainer.callbacks if trainer else [])]
+            callbacks = trainer.callbacks if trainer else []
+            told = [one.progress.compiling for one in callbacks if isinstance(one, PrivacyCallback)]
             self._say(beginning=time.monotonic() - self.began, compiling="".join(told))
         elif measured == 0:
             self.clock, self.turn = clock(self.pace.device), time.monotonic()
@@ -436,9 +438,9 @@ def main() -> None:
                 for way in WAYS:  # one after another, so that each compiles alone
                     fits.hear(fits.start(name, work, way), math.inf)
                 fits.measure(turns=1)
-    text = of_models("step", WORKLOADS, run.results)
-    print(text)
+    print(of_models("step", WORKLOADS, run.results))
     if given.write:
+        text = of_models("step", {name: WORKLOADS[name] for name in ON_PAGE}, run.results)
         write(text, "speed.md", "<!-- written by benchmarks/step.py -->")
         draw(found_of("step", WORKLOADS, run.results), DOCS / "step_cpu.png")
 

@@ -18,7 +18,15 @@ _format_warning = warnings.formatwarning
 
 
 class ConfigError(ValueError):
-    """A choice that cannot be honoured. The message names the key, the value and what would be accepted."""
+    """A choice that cannot be honoured. The message names the key, the value and what would be accepted.
+
+    >>> import dpexp
+    >>> try:
+    ...     dpexp.Target(epsilon=-1.0)
+    ... except dpexp.ConfigError as error:
+    ...     print(error)
+    Target(epsilon=-1.0) must be a finite number above 0.
+    """
 
 
 class ClaimRefuted(ConfigError):

@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from ordinary import GROUP_NORM, case
@@ -268,6 +269,36 @@ class Vit(pl.LightningModule):
 def _():
 
     return Vit({"dim": 32, "dropout": 0.2}), images(3, 32), {}
+
+
+@case("Mixup", "facebookresearch/deit", GROUP_NORM)
+def _():
+    def soft(target, smoothing=0.1, classes=10):
+        off = smoothing / classes
+        return torch.full((target.size()[0], classes), off).scatter_(1, target.view(-1, 1), 1 - smoothing + off)
+
+    def mix(x, target):
+        assert len(x) % 2 == 0, "timm wants an even number of records."
+        lam = float(np.random.beta(0.8, 0.8))
+        others = x.flip(0).mul_(1 - lam)
+        x.mul_(lam).add_(others)
+        return x, soft(target) * lam + soft(target.flip(0)) * (1 - lam)
+
+    class Mixed(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = ResNet18()
+
+        def training_step(self, batch, batch_idx):
+            samples, targets = mix(*batch)
+            loss = torch.sum(-targets * F.log_softmax(self.model(samples), dim=-1), dim=-1).mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return AdamW(self.parameters(), lr=5e-4, eps=1e-8)
+
+    return Mixed(), images(3, 32), {}
 
 
 @case("SimCLR", "Lightning-AI/tutorials course_UvA-DL/13-contrastive-learning", GROUP_NORM)

@@ -102,8 +102,10 @@ class LaplacePair(PairInCells):
     P = Lap(0, 1) against Q = Lap(ε₀, 1). The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and has the density
     e^((L-ε₀)/2)/4 in between.
 
-    The pair also dominates if several coordinates move, by ε₁ + ε₂ + … = ε₀:
-    [proof](../mathematics.md#one-time-queries).
+    The pair also dominates if several coordinates move, by ε₁ + ε₂ + … = ε₀. *Proof.* For two, with
+    g(u) = min(1, e^((ε₂-|u|)/2)), this is equivalent to F(ε) = g(ε-ε₁)/2 + g(ε+ε₁)/2 + ¼ ∫ g ≥ 1 for |ε| ≤ ε₁ + ε₂,
+    with the integral from ε-ε₁ to ε+ε₁. F is even, does not increase for ε ≥ 0, and F(ε₁+ε₂) = 1. More follow by
+    induction. ∎
     """
 
     pure: float  # ε₀
@@ -163,7 +165,10 @@ class PoissonPair(PairInCells):
 
     a = 1: a record of a Poisson sample is removed, or replaced with null. a = 0: a record is added (Zhu, Dong & Wang
     2022, theorem 11). a = 1/2: a record is replaced with another, with sensitivity 2S; with q = 1, the Gaussian
-    mechanism; no other contributions have a larger divergence: [proof](../mathematics.md#from-the-ledger-to).
+    mechanism; no other contributions x, y have a larger divergence. *Proof.* It is
+    sup_A (1-q)(1-α) N_0(A) + q (N_x(A) - α N_y(A)). By Neyman-Pearson, among A with N_0(A) = c a half-space orthogonal
+    to x has the largest N_x(A), which grows with ‖x‖, and one orthogonal to y the smallest N_y(A). If x = -y are of the
+    largest norm, one half-space attains both for every c. ∎
     """
 
     z: float

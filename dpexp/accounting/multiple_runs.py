@@ -39,6 +39,8 @@ from dpexp.errors import ConfigError, positive
 def runs_of_one_record(ledgers: Sequence[Ledger]) -> list[list[int]]:
     """The largest sets of ledgers, by index, that may have used one record. All together cost what the worst set does.
 
+    For adding or removing a record with hash h, all runs cost what those cost whose ranges hold h: any other run's
+    result has the same distribution with and without the record, given all results before it, so it is post-processing.
     A record has one hash by a rule. The ranges that hold it all hold the largest of their lower ends. Of several rules,
     only the one of most ledgers counts: parts by others count as all records, and so do parts under other adjacencies
     than `add_remove`, since a replaced record may change its hash.

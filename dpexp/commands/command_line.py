@@ -34,18 +34,19 @@ from dpexp.errors import ConfigError
 # command -> what `python -m dpexp help` prints
 COMMANDS = {
     "account": """\
-`python -m dpexp account SOURCE [SOURCE ...] [key=value ...]` computes the privacy cost of ledgers.
+`python -m dpexp account SOURCE [SOURCE ...]` computes the privacy cost of ledgers, composed if there are several.
 
-A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several are composed, as runs on the same data.
-With data.id=NAME: what all runs on that data set have spent, and how much of a budget remains. Then budget=… names
-another budget than that of the runs, uri=… may list several stores, and SOURCES are further ledgers or folders.
+A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several count as runs on the same data.
+With data.id=NAME: what all runs on that data set have spent, and how much of a budget remains; SOURCES are then further
+ledgers or folders.
 
     accountant=pld    or rdp, moments, strong, basic; several as pld,rdp; or all
     delta=1e-5        default: the run's own
     epsilon=1         also print the δ at this ε
     adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
+    budget=…          with data.id: another budget than that of the runs
     figure=F.png      draw ε(δ), and the errors of a membership test
-    uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here""",
+    uri=…             the MLflow store, with data.id several; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db""",
     "audit": """\
 `python -m dpexp audit [OVERRIDE ...]` attacks a job's plan, and compares what it finds with what is claimed.
 
@@ -54,15 +55,15 @@ have a coordinate each are put into the data; callback, Trainer, sampler, noise 
 status is not 0 if a claim is refuted. An audit can refute a claim, and never proves one. A job with audit=dirac trains
 first.""",
     "certificate": """\
-`python -m dpexp certificate RUN [key=value ...]` states what a run guarantees, in JSON beside its ledger.
+`python -m dpexp certificate RUN` states what a run guarantees, in JSON beside its ledger.
 
 RUN is a job's output folder, a ledger file, or an MLflow run id, whose ledger is fetched into a folder of that name.
 Options:
     delta=1e-5        default: that of the job""",
     "copy": """\
-`python -m dpexp copy [OVERRIDE ...] FILE.yaml` writes all options of a job into one file, with their comments.
+`python -m dpexp copy [OVERRIDE ...] FILE.yaml` writes a job's options to a file that `python -m dpexp FILE.yaml` runs.
 
-It takes the overrides of a job. `python -m dpexp FILE.yaml [OVERRIDE ...]` runs the file, once it is edited.""",
+The file has the options' comments. Edit it before you run it, or add overrides.""",
     "evaluate": """\
 `python -m dpexp evaluate RUN` measures a trained model on its test set once more.
 
@@ -79,14 +80,14 @@ the run has is not sent again; a store without the run gets all of it. Options:
 
 RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .npz (its first array), .pt (a tensor) or
 .csv (numbers); for data of your own, such as data=csv, as they are in its test set. Options:
-    out=predictions.csv   where the predictions go: for a classifier, class and probabilities
+    out=predictions.csv   the file to write: for a classifier, class and probabilities
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
     "report": """\
 `python -m dpexp report RUN [RUN ...]` writes runs, or a sweep, on one HTML page, without a server or a script.
 
 RUN is the folder of a job or a sweep, or the MLflow run id of one. Options:
-    out=report.html   where the page goes
-    uri=sqlite:///outputs/mlflow.db""",
+    out=report.html   the file to write
+    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
     "resume": """\
 `python -m dpexp resume RUN` continues an interrupted training in the same folder, ledger and MLflow run.
 
@@ -99,8 +100,8 @@ RUN is a job's folder or an MLflow run id, of data=documents. FILE has public pr
 with the fields of data.prompt, such as labels, and with count=… perhaps a column `share`, of the samples. Options:
     count=…             how many texts, for prompts drawn by their shares; default: one for each prompt
     temperature=1       lower: likelier words
-    top_p=1             each word is one of the likeliest that together have this probability
-    out=samples.jsonl   where the texts go, as records that can be trained on
+    top_p=1             draw from the likeliest words that together have this probability
+    out=samples.jsonl   the file to write: records that can be trained on
     batch=32            texts that are written at once
     seed=0              of the draws
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
@@ -108,10 +109,10 @@ with the fields of data.prompt, such as labels, and with count=… perhaps a col
 `python -m dpexp schema data.path=FILE` writes the schema of a table for data=csv: a YAML file of public facts.
 
 Options:
-    out=FILE.yaml     where the schema goes; default: the name of the table, here
-    data.test_path=…  the test rows, which are public: kinds are guessed from them, and messages quote their cells
+    out=FILE.yaml     the file to write; default: the name of the table, here
+    data.test_path=…  the public test rows: kinds are guessed from them, and messages quote their cells
     data.person=…     the column that identifies a person, if ε shall protect people
-    unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
+    unsafe=true       fill in everything from the rows; jobs with the schema are tagged as not private""",
     "verify": """\
 `python -m dpexp verify CERTIFICATE` computes a certificate again: from the ledger beside it, and ε by dp-accounting.
 
@@ -267,6 +268,11 @@ def config_file(hydra: Mapping[str, Any]) -> Path | None:
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
     """The configuration that `python -m dpexp` would have with these overrides, for notebooks and scripts.
+
+    >>> import dpexp
+    >>> cfg = dpexp.compose("model=logistic", "privacy.epsilon=2")
+    >>> cfg.privacy.epsilon, cfg.data.n
+    (2.0, 1437)
 
     Args:
         config_dir: a folder with options of your own, as with `--config-dir`.

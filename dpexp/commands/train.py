@@ -32,9 +32,9 @@ from dpexp.commands.validate import check, privacy_unit_of, replaced, reported, 
 from dpexp.config import Tracking
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.distributed import Processes
+from dpexp.privacy.fit import DryRunDone
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.privacy_unit import User
-from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
 from dpexp.tracking.job_folder import (
     CARD,
@@ -165,7 +165,7 @@ def _check(cfg: DictConfig) -> None:
             raise ConfigError("check=true tries a private step in one process; leave check out.")
         _print_plan(job)
         terminal.print_trained_parameters(job.module)
-        job.privacy.dry_run_only = True
+        job.privacy.options = replace(job.privacy.options, dry_run_only=True)
         try:
             with explained(job.trainer):
                 job.fit()

@@ -19,11 +19,11 @@ from dpexp.commands.trial import trial_label
 from dpexp.commands.validate import REFUSED, not_private_reason, sampling_of
 from dpexp.errors import ConfigError, RecordError, in_one_line
 from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.fit import DryRunDone
 from dpexp.privacy.physical_batch import CPU_BATCH
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import NonPrivatePreprocessing
 from dpexp.privacy.refusals import ONE_OPTIMIZER
-from dpexp.privacy.training import DryRunDone
 from dpexp.reporting.terminal import RoundBar
 from dpexp.tracking.job_folder import CHECKPOINT
 from dpexp.tracking.record import MetricsLogger

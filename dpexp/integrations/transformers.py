@@ -21,8 +21,8 @@ from transformers.trainer_utils import (
 
 from dpexp._transformers_compat import load_best_model, note_evaluation
 from dpexp.errors import ConfigError
+from dpexp.privacy.door import Door, later_settings
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
-from dpexp.privacy.muted_logging import later_settings
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private import Private
 from dpexp.reporting.model_card import privacy_section
@@ -234,16 +234,25 @@ class _Rounds(Private):
         super()._optimize()
         self._trainer.event("optimizer_step")
 
-    def _readers(self) -> list[tuple[Any, Sequence[str]]]:
+    def _door(self) -> Door:
+        return _TrainerDoor(self._trainer)
+
+
+class _TrainerDoor(Door):
+    def __init__(self, trainer: PrivateTrainer) -> None:
+        super().__init__(trainer.optimizer)
+        self._trainer = trainer
+
+    def readers(self) -> list[tuple[Any, Sequence[str]]]:
         return [(self._trainer, _METHODS)]
 
-    def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        epoch = t / self.plan.sampling.rounds_per_epoch
+    def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
+        epoch = t / self._trainer.plan.sampling.rounds_per_epoch
 
         @contextmanager
         def imitated() -> Iterator[None]:
             counts = patch.multiple(self._trainer.state, global_step=t, epoch=epoch)
-            with counts, later_settings([self.optimizer]):
+            with counts, later_settings([self._trainer.optimizer]):
                 yield
 
         return imitated

@@ -1,9 +1,7 @@
 """The Lightning callback that carries out a privacy plan."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +10,10 @@ import torch
 from dpexp._lightning_compat import TrainerFn, pl, refuse_mixed, replace_training_loader, training_loader
 from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError, checks_arguments
-from dpexp.privacy import muted_logging, refusals
+from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
 from dpexp.privacy.gradients.training_step import StandIn, TrainingStep
-from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
+from dpexp.privacy.lightning_door import LightningDoor, unmute
 from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.training import PrivateTraining
 
@@ -35,6 +33,12 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     `estimates`. Private preprocessing runs before the first round. Several processes (strategy ddp) train the same
     model as one process would.
 
+    >>> import dpexp, torch
+    >>> from pytorch_lightning import Trainer
+    >>> sampling, target = dpexp.Poisson(sampling_rate=0.1, steps=5), dpexp.Target(epsilon=1.0, delta=1e-5)
+    >>> plan = dpexp.make_plan(torch.nn.Linear(3, 1), n=100, sampling=sampling, target=target)
+    >>> trainer = Trainer(callbacks=[dpexp.PrivacyCallback(plan, "ledger.jsonl")], logger=False, max_epochs=-1)
+
     Args:
         plan: from `make_plan`, for this module.
         ledger: path of the ledger file; must not exist unless the fit resumes from a checkpoint.
@@ -53,14 +57,11 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             are processed together; by default, for models of transformers, powers of two up to their positions.
     """
 
-    _logged: set[str]  # names logged by training_step
-    _validated: set[str]  # names logged by the validation before training
-    _trained: tuple[pl.Trainer, pl.LightningModule]  # in the present round
-    _args: list[Any]  # of training_step after the batch
+    _door: LightningDoor  # of the present fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._logged, self._validated = set(), set()
+            self._door = LightningDoor(trainer, pl_module, self.plan, self.options.memory == "low")
             refuse_mixed("trainer", trainer)
             refusals.refuse_callbacks(trainer)
             steps = refusals.rounds_to_train(trainer, self.plan)
@@ -69,18 +70,18 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
             self._replace_step(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(
-            pl_module, training_loader(trainer), Processes.of(trainer), trainer.ckpt_path,
+        fit = self._begin(
+            pl_module, training_loader(trainer), Processes.of(trainer), self._door, trainer.ckpt_path,
             lambda: refusals.refuse_settings(trainer, pl_module, self.plan.rounds),
         )  # fmt: skip
-        replace_training_loader(trainer, self._rounds)
+        replace_training_loader(trainer, fit.samples)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validated.clear()
-        self._validated.update(trainer.callback_metrics)
+        self._door.validated = {*trainer.callback_metrics}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with self._processes.fail_together():
+        assert self._fit
+        with self._fit.processes.fail_together():
             refusals.refuse_optimizers(trainer, pl_module)
         earlier = self.rounds_done - trainer.global_step  # by another Trainer
         rounds = min(self.plan.rounds, earlier + refusals.rounds_to_train(trainer, self.plan))
@@ -91,8 +92,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 f"{rounds} of the plan's {self.plan.rounds} rounds, at ε = {epsilon}. The noise was calibrated for "
                 "all of them: plan fewer, which need less noise, unless the training will go on."
             )
-        self._preprocess()
-        muted_logging.mute(pl_module, self._logged)
+        self._fit.preprocess()
+        self._door.mute()
         trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds
 
     def on_train_batch_start(
@@ -103,44 +104,47 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set during training, so that "
                 "not every round would release its average; remove the GradientAccumulationScheduler."
             )
-        self._begin_round()
+        assert self._fit
+        self._fit.begin_round()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._release(pl_module)
+        assert self._fit
+        self._fit.release()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._released:
+        assert self._fit
+        present = self._fit.present
+        if not present.released:
             raise ConfigError(
                 f"round {self.rounds_done} released no average, because the optimizer did not step through Lightning's "
                 "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
             )
-        self._end_round()
+        self._fit.end_round()
         done = self.rounds_done >= self.plan.rounds
         if self.readings and self.readings.due(self.rounds_done):
             self._read_epsilon(trainer)
-            muted_logging.log_released(pl_module, "epsilon", self.readings.shown, prog_bar=True, logger=False)
-        for logger in trainer.loggers if self._metrics else ():
-            logger.log_metrics(self._metrics, step=self.rounds_done)
-        for name, value in self._metrics.items():
+            self._door.log_released("epsilon", self.readings.shown, prog_bar=True, logger=False)
+        for logger in trainer.loggers if present.metrics else ():
+            logger.log_metrics(present.metrics, step=self.rounds_done)
+        for name, value in present.metrics.items():
             if name.endswith("_moving_average"):
-                muted_logging.log_released(pl_module, name, value, prog_bar=True, logger=False)
-        if self.unsafe_diagnostics:
-            assert self._engine
-            muted_logging.log_diagnostics(pl_module, self._engine)
+                self._door.log_released(name, value, prog_bar=True, logger=False)
+        if self.options.unsafe_diagnostics:
+            self._door.log_diagnostics(self._fit.engine)
         trainer.should_stop = trainer.should_stop or done
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        muted_logging.unmute(pl_module)
+        unmute(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs ε at the same steps as validation metrics, so that charts can use it as x axis."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        muted_logging.mute(pl_module, self._logged)
+        self._door.mute()
         if self.readings and self.rounds_done != self.readings.read_at:
             self._read_epsilon(trainer)
 
@@ -158,7 +162,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException | None = None
     ) -> None:
         self._close()
-        muted_logging.unmute(pl_module)
+        unmute(pl_module)
         if exception is not None and "multiple optimizers" in str(exception):  # Lightning recommends what is refused
             exception.add_note(f"dpexp: {refusals.ONE_OPTIMIZER}")
 
@@ -173,31 +177,15 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 return training_step(batch, *args, **kwargs)
             if not isinstance(batch, SealedSample):
                 raise ConfigError("training_step was called outside the plan's rounds; each call would be a release.")
-            self._trained, self._args = (trainer, pl_module), [*args]
+            door = self._door
+            door.args = [*args]
             convert = trainer.precision_plugin.convert_input
 
             def call(own: StandIn, record: Any) -> Any:
                 given = [own.module] if bound else []
-                return function(*given, convert(record), *self._args, **kwargs)
+                return function(*given, convert(record), *door.args, **kwargs)
 
-            self._sum_sample(TrainingStep(call, pl_module, pl_module, function, logged=self._logged))
+            self._sum_sample(TrainingStep(call, pl_module, pl_module, function, logged=door.logged))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))
-
-    def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        return partial(muted_logging.as_in_round, self._trained[0], t, place, self._args)
-
-    def _public_record(self) -> Any:
-        return public_record(self._trained[0])
-
-    def _largest_fitting_batch(self, step: TrainingStep) -> int | None:
-        return largest_fitting_batch(self.plan, step, self._trained[0], self.memory == "low")
-
-    def _readers(self) -> list[tuple[Any, Sequence[str]]]:
-        trainer, module = self._trained
-        callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith(refusals.OURS)]  # type: ignore[attr-defined]
-        return [(one, refusals.HOOKS) for one in (module, *callbacks)]
-
-    def _after_dry_run(self) -> None:
-        refusals.refuse_monitors(*self._trained, self._logged, self._validated)

@@ -39,6 +39,24 @@ class Preprocessing(nn.Module, ABC):
         S: the norm to which a record's vector is clipped: L2 for Gaussian noise, L1 for Laplace noise.
         replace_sensitivity: how far replacing a record moves the sum, in that norm.
         sd: standard deviation of the noise of each entry; 0 before fitting and without privacy.
+
+    Examples:
+        The mean length of inputs, each counted as at most `most`, to which all are scaled:
+
+            class Length(Preprocessing):
+                def __init__(self, most: float, budget_share=None, noise_multiplier=None) -> None:
+                    super().__init__(budget_share, noise_multiplier)
+                    self.d, self.S, self.replace_sensitivity = 1, most, most
+                    self.register_buffer("length", torch.ones(1))
+
+                def vector(self, x, y):
+                    return x.norm().view(1)
+
+                def fit(self, noisy, n):
+                    self.length.copy_((noisy / n).clamp(min=1e-3))
+
+                def forward(self, x):
+                    return x / self.length
     """
 
     noise: str = "gaussian"

@@ -1,7 +1,6 @@
 """Private training in a plain PyTorch loop."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
+from dpexp.privacy.door import Door
+from dpexp.privacy.fit import device_of
 from dpexp.privacy.gradients.training_step import TrainingStep
-from dpexp.privacy.muted_logging import later_settings
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
-from dpexp.privacy.training import PrivateTraining, device_of
+from dpexp.privacy.training import PrivateTraining
 from dpexp.rows import as_dataset
 
 
@@ -95,19 +95,18 @@ class Private(PrivateTraining):
         return Rounds(self, self._samples(loader))
 
     def _samples(self, loader: DataLoader) -> Generator[SealedSample, None, None]:
-        if self._rounds is not None:
+        if self._fit is not None:
             raise ConfigError("an earlier loop of private.rounds has not ended; go on with it, or call its close().")
-        resumed_from = "given" if self._position is not None else None
+        resumed_from = "given" if self.progress.position is not None else None
         self.model.train()
         try:
             processes = Processes.of_torch(device_of(self.model))
             processes.broadcast_state(self.model)
-            self._begin(self.model, loader, processes, resumed_from, self._check)
-            self._preprocess()
+            fit = self._begin(self.model, loader, processes, self._door(), resumed_from, self._check)
+            fit.preprocess()
             while self.rounds_done < self.plan.rounds:
-                assert self._rounds
-                for sample in self._rounds:
-                    self._begin_round()
+                for sample in fit.samples:
+                    fit.begin_round()
                     self._sample = sample
                     yield sample
                     if self._sample is not None:
@@ -127,11 +126,12 @@ class Private(PrivateTraining):
         """
         if self._sample is None or sample is not self._sample:
             raise ConfigError("private.step takes the present sample of private.rounds.")
+        assert self._fit
         self._sum_sample(self._training_step(loss_of))
-        self._release(self.model)
+        self._fit.release()
         self._optimize()
         self.optimizer.zero_grad()
-        self._end_round()
+        self._fit.end_round()
         self._sample = None
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -154,8 +154,8 @@ class Private(PrivateTraining):
     def _optimize(self) -> None:
         self.optimizer.step()
 
-    def _in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        return lambda: later_settings([self.optimizer])
+    def _door(self) -> Door:
+        return Door(self.optimizer)
 
     def _check(self) -> None:
         refusals.refuse_optimizer(self.optimizer, self.model)

@@ -15,6 +15,7 @@ from dpexp._torch_compat import (
     forward_pre_hooks,
     has_backward_hooks,
     has_gradient_hooks,
+    is_compiled,
 )
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.training_step import TrainingStep
@@ -180,6 +181,15 @@ def refuse_other_sizes(module: nn.Module, plan: PrivacyPlan) -> None:
                 f"the plan was made for another model, whose {vector.name} has {vector.d} parameters, and this one's "
                 f"has {d}; make the plan for the module that is trained."
             )
+
+
+def warn_of_compiled(module: nn.Module) -> None:
+    """Warns if a layer was compiled by torch.compile."""
+    if any(map(is_compiled, module.modules())):
+        warnings.warn(
+            "model: torch.compile is not used in private rounds, which run a graph of the whole step; "
+            "trainer.compile (compile=True) compiles that graph."
+        )
 
 
 def warn_of_noise(plan: PrivacyPlan) -> None:

@@ -189,8 +189,8 @@ class RoundBar(pl.callbacks.ProgressBar):
         if self._progress is None:
             return
         task = self._progress.tasks[0]
-        if task.completed == 0 and self._privacy and self._privacy.compiling and self._place is None:
-            _print(f"The step is {self._privacy.compiling}.")
+        if task.completed == 0 and self._privacy and self._privacy.progress.compiling and self._place is None:
+            _print(f"The step is {self._privacy.progress.compiling}.")
         readings = self._privacy.readings if self._privacy else None
         spent = f"ε ≤ {up(readings.at_most, 4)}" if readings else "" if self._privacy else "not private"
         shown = [self.purpose or spent]

@@ -33,6 +33,12 @@ def views(batch: Any, augment: Augment, multiplicity: int = 1) -> Any:
     The mean loss over the rows is that over the records, with each record's loss averaged over its views (De et al.
     2022, arXiv 2204.13650, section 3.2).
 
+    >>> import dpexp, torch
+    >>> x, y = torch.zeros(2, 1, 4, 4), torch.tensor([0, 1])
+    >>> rows, labels = dpexp.views((x, y), augment=torch.rand_like, multiplicity=3)
+    >>> rows.shape, labels
+    (torch.Size([6, 1, 4, 4]), tensor([0, 0, 0, 1, 1, 1]))
+
     Args:
         augment: one example's x -> a view of it, of a fixed shape. It should draw with torch, and not branch on random
             values (`torch.where`, `gather`); otherwise records are processed one at a time, which is slow.

@@ -97,42 +97,35 @@ def test_images_are_tried():
 
 
 def test_the_page_says_what_is_expected():
-    listed = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", PAGE.read_text(), re.M))
-    traced = {name for names in re.findall(r"^Traced: (.*)\.$", PAGE.read_text(), re.M) for name in names.split("; ")}
+    lines = re.findall(r"^(Traced|One at a time|Refused): (.*)\.$", PAGE.read_text(), re.M)
+    listed = {name: mode.lower() for mode, names in lines for name in names.split("; ")}
     for models in MODELS.values():
-        found = {name: "traced" if name in traced else listed.get(name) for name in models}
-        assert found == {name: EXPECTED.get(name, "traced") for name in models}
+        assert {name: listed.get(name) for name in models} == {name: EXPECTED.get(name, "traced") for name in models}
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 INTRODUCTION = """# Supported models
 
-`python tests/gradients/test_models.py` writes this page from tests. Each model is a tiny one, built by its library,
-with its usual loss, sequences of several lengths, masks, and dropout. Its clipped sums are compared with those of one
-record at a time in float64, at a relative error of 1e-9.
+These tiny models were tested, with the losses of their libraries, sequences of several lengths, masks and dropout.
+Their clipped sums agree with those of one record at a time in float64, up to a relative error of 1e-9.
 
-- *traced*: all records together, by a graph of the training step;
-- *one at a time*: by ordinary autograd on a copy of the model for each record, which is
-  [slow](speed.md#one-record-at-a-time);
-- *refused*: nothing is released."""
+- *Traced*: all records are processed together.
+- *One at a time*: the step branches on data, or its shapes depend on them, which is
+  [slow](refused_or_slow.md#slow). A warning names the line of code.
+- *Refused*: BatchNorm mixes records ([GroupNorm](refused_or_slow.md#refused) may replace it), or a parameter is
+  complex."""
 
 
 def page():
     """docs/zoo.md, from a run of every model."""
     yield INTRODUCTION
     for family, models in MODELS.items():
-        found = {name: run(family, name, False, torch.float64) for name in models}
-        yield from section(FAMILIES[family], {name: (mode, reason) for name, (mode, reason, _) in found.items()})
-
-
-def section(title, found):
-    """The traced models of a family in one line, and the others with the reason; advice is on another page."""
-    yield f"\n## {title}\n\nTraced: {'; '.join(name for name, (mode, _) in found.items() if mode == 'traced')}."
-    others = {name: one for name, one in found.items() if one[0] != "traced"}
-    if others:
-        yield "\n| model | mode | reason |\n|---|---|---|"
-    for name, (mode, reason) in others.items():
-        yield f"| {name} | {mode} | {re.split(r'[.] Keep |, so that ', reason)[0].replace('|', '∣')} |"
+        yield f"\n## {FAMILIES[family]}"
+        modes = {name: run(family, name, False, torch.float64)[0] for name in models}
+        for mode in ("traced", "one at a time", "refused"):
+            names = [name for name in models if modes[name] == mode]
+            if names:
+                yield f"\n{mode.capitalize()}: {'; '.join(names)}."
 
 
 def on_device(device, *families):

@@ -189,7 +189,7 @@ def test_a_checkpoint_holds_no_past_noise(tmp_path):
 
     class Keep(pl.Callback):
         def on_train_batch_end(self, *args):
-            noises[:] = [y.clone() for past in privacy._engine._correlated._past.values() for y in past]
+            noises[:] = [y.clone() for past in privacy._fit.engine._correlated._past.values() for y in past]
 
     run = trainer(privacy, Keep(), max_steps=5)
     run.fit(module, nobody())
@@ -197,7 +197,7 @@ def test_a_checkpoint_holds_no_past_noise(tmp_path):
     assert len(noises) == 2 * 2 and all(y.std() > 0.5 for y in noises)
     saved = (tmp_path / "five.ckpt").read_bytes()
     assert not any(y[:4].to(dtype).numpy().tobytes() in saved for y in noises for dtype in (y.dtype, torch.float32))
-    assert privacy._engine is None, "nor does the callback remember it"
+    assert privacy._fit is None, "nor does the callback remember it"
 
 
 # What one record adds

@@ -28,7 +28,7 @@ class Modes(pl.Callback):
 
     def on_train_batch_end(self, trainer, module, *arguments):
         (privacy,) = (c for c in trainer.callbacks if isinstance(c, dpexp.PrivacyCallback))
-        self.seen.append(privacy._engine.step.mode)
+        self.seen.append(privacy._fit.engine.step.mode)
 
 
 def released(folder, module, records, mode=TRACED, steps=1, **options):

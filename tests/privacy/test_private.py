@@ -388,7 +388,7 @@ def test_a_trainer_of_transformers(tmp_path):
     other = its_trainer("other", gradient_accumulation_steps=2, per_device_train_batch_size=3)
     other.train()
     assert dpexp.read_ledger(tmp_path / "other" / "ledger.jsonl").training_rounds == 6
-    assert other.private.max_physical_batch_size == 3
+    assert other.private.options.max_physical_batch_size == 3
     card = (tmp_path / "other" / "checkpoint-6" / "README.md").read_text()
     assert "**Not private**: the noise seed is known." in card and "ε" not in card
 
@@ -604,6 +604,6 @@ def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path)
         trainer = small_trainer(folder, (), model, gradient_checkpointing=checkpointing, **usual)
         trainer._options = {"noise_seed": 1, "compile": False}
         trainer.train()
-        memories.append(trainer.private.memory)
+        memories.append(trainer.private.options.memory)
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
     assert memories == ["usual", "low"] and torch.equal(*weights)

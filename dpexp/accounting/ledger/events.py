@@ -67,6 +67,11 @@ class SumQueryEvent:
 
     Vectors of L2 norm at most S were summed, and noise of standard deviation σ̃ was added to the sum.
 
+    >>> from dpexp.accounting.ledger.events import SumQueryEvent
+    >>> query = SumQueryEvent("conv", S=0.5, sigma=1.0)
+    >>> query.squared_ratio("add_remove"), query.squared_ratio("replace_one")
+    (0.25, 1.0)
+
     Attributes:
         bands: the coefficients c of correlated noise: σ̃ y_t was added, with y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0 and
             independent Z_t ~ N(0, I). None: independent noise, c = (1,).
@@ -115,6 +120,11 @@ LAWS = ("gaussian", "laplace")
 class OneTimeQueryEvent:
     """A query on all records, answered once with noise on each coordinate, such as before training.
 
+    >>> from dpexp.accounting.ledger.events import OneTimeQueryEvent
+    >>> query = OneTimeQueryEvent("histogram", "laplace", S=1.0, S_replaced=2.0, scale=10.0)
+    >>> query.squared_ratio("add_remove")  # of ε = S/scale = 0.1
+    0.010000000000000002
+
     Attributes:
         query: its name.
         noise: `gaussian`, of standard deviation `scale`; or `laplace`, with density e^(-|x|/scale)/(2 scale).
@@ -162,7 +172,15 @@ Query = SumQueryEvent | OneTimeQueryEvent
 
 @dataclass(frozen=True)
 class Round:
-    """One sampling event and the sum queries on its sample; or one query on all records that is answered once."""
+    """One sampling event and the sum queries on its sample; or one query on all records that is answered once.
+
+    >>> from dpexp import Poisson
+    >>> from dpexp.accounting.ledger.events import Round, SumQueryEvent
+    >>> from dpexp.accounting.sampling import event_of
+    >>> queries = SumQueryEvent("conv", S=0.6, sigma=1.0), SumQueryEvent("fc", S=0.8, sigma=1.0)
+    >>> Round(event_of(Poisson(sampling_rate=0.01), n=1000), queries).z("add_remove")
+    1.0
+    """
 
     sampling: SamplingEvent
     queries: tuple[Query, ...]
@@ -217,6 +235,13 @@ class Part:
 class Ledger:
     """Distinct rounds and how often each happened.
 
+    >>> from dpexp import Ledger, Poisson
+    >>> from dpexp.accounting.ledger.events import Round, SumQueryEvent
+    >>> from dpexp.accounting.sampling import event_of
+    >>> round_ = Round(event_of(Poisson(sampling_rate=0.01), n=1000), (SumQueryEvent("all", S=1.0, sigma=1.1),))
+    >>> len(Ledger("add_remove", {round_: 300}))
+    300
+
     Attributes:
         incomplete: the file has no closing line at its end, or lines are missing: rounds may be missing.
         not_private_reason: why (ε, δ) of the rounds does not cover all that the run shows, if so.
@@ -267,6 +292,11 @@ def check_same(ledgers: Sequence[Ledger], subject: str, verb: str) -> None:
 
 def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
     """One ledger with the rounds of several runs on the same data.
+
+    >>> from dpexp import Ledger
+    >>> from dpexp.accounting.ledger.events import concatenate
+    >>> len(concatenate([Ledger("add_remove", {}), Ledger("add_remove", {})]))
+    0
 
     Raises:
         ConfigError: the ledgers have different adjacencies or privacy units.

@@ -18,6 +18,11 @@ class CyclicPoisson(Poisson):
     Round i samples each record of partition i mod b independently with probability q·b, so that the rounds of a record
     are at least b apart.
 
+    >>> from dpexp import CyclicPoisson
+    >>> policy, rounds = CyclicPoisson(expected_batch_size=50, partitions=4, epochs=3).resolve(n=1000)
+    >>> policy.q, rounds, policy.rounds_apart
+    (0.05, 60, 4)
+
     Args:
         partitions: b; None: as many as the noise has bands.
     """
@@ -55,8 +60,13 @@ class CyclicPoisson(Poisson):
         factorization).
 
         With b partitions and at most b bands c, a block of N rounds costs no more than ⌈N/b⌉ rounds of Poisson sampling
-        at rate qb with independent noise and z = σ̃/(S‖c‖) ([proof](../mathematics.md#correlated-noise), after
-        Choquette-Choo et al. 2023). A resumed job does not know the earlier noise: it begins a new block.
+        at rate qb with independent noise and z = σ̃/(S‖c‖) ([correlated noise](../mathematics.md#correlated-noise),
+        after Choquette-Choo et al. 2023). A resumed job does not know the earlier noise: it begins a new block.
+
+        *Proof.* Releases X and C(X/σ̃) determine each other, round by round. A record that adds v in round t adds
+        c_i v/σ̃ to row t + i, i < b, alone; these rows are disjoint for the rounds of its partition. Given the others'
+        samples and all earlier releases, the rows are Z, plus (c_0 v, …, c_{b-1} v)/σ̃ with probability qb: a
+        Poisson-sampled Gaussian query of sensitivity S‖c‖. They compose adaptively. ∎
         """
         event = rounds[0].event
         if len({(one.event.q, one.event.policy.rounds_apart, one.correlation) for one in rounds}) > 1:

@@ -16,7 +16,13 @@ from dpexp.errors import checks_arguments
 @checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Policy):
-    """Every record, every round."""
+    """Every record, every round.
+
+    >>> from dpexp import FullBatch
+    >>> policy, rounds = FullBatch(steps=20).resolve(n=1000)
+    >>> policy.q, rounds
+    (1.0, 20)
+    """
 
     name = "all"
     covers = dict.fromkeys(("add_remove", "replace_one", "replace_null"), ALL_ACCOUNTANTS)

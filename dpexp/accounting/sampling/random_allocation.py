@@ -15,6 +15,11 @@ class RandomAllocation(RatedPolicy):
 
     q is rounded such that t is a whole number. Sizes vary: a permutation would make records depend on one another.
 
+    >>> from dpexp import RandomAllocation
+    >>> policy, rounds = RandomAllocation(expected_batch_size=50, epochs=3).resolve(n=1000)
+    >>> policy.rounds_per_epoch, rounds
+    (20, 60)
+
     Args:
         num_selected: k.
         steps: rounds T; or `epochs` E, for T = ⌈E k/q⌉.
@@ -62,8 +67,14 @@ class RandomAllocation(RatedPolicy):
     def releases(cls, rounds: Sequence[Released], adjacency: str) -> Iterator[tuple[Release, int]]:
         """The whole epoch counts, however many of its t rounds the ledger has, at the smallest z of these.
 
-        A record in k random rounds is in one random round of each of k random blocks of ⌊t/k⌋ or ⌈t/k⌉ rounds, and
-        costs no more than if the blocks were known ([proof](../mathematics.md#random-allocation)).
+        With m = ⌊t/k⌋ and r = t - km, an epoch costs no more than k - r times one random round of m, and r times one of
+        m + 1 ([random allocation](../mathematics.md#random-allocation)).
+
+        *Proof.* The k rounds are one random round of each block of a random partition into k blocks of these sizes.
+        Divergences are jointly convex, so at most those given the worst partition. Given it and the others' samples,
+        the likelihood ratio is Π_B (1/|B|) Σ_{i ∈ B} exp(⟨v_i, W_i⟩/σ̃ - ‖v_i‖²/(2σ̃²)) over the blocks B, with W_i
+        round i's noise. A shorter v_i tells no more than one of length S. Without the record, each ⟨v_i, W_i⟩/S is
+        standard normal given all before, so the ratio is distributed as that of the k pairs. ∎
         """
         allocations = {(facts["num_selected"], facts["num_steps"]) for facts in (one.event.facts() for one in rounds)}
         count, (k, t) = sum(one.times for one in rounds), min(allocations)

@@ -1,4 +1,24 @@
-"""Decides how a job's records are processed: by a traced graph, or one at a time."""
+"""Decides how a job's records are processed: by a traced graph, or one at a time.
+
+*Each traced graph* is tested before it is used, for each shape of records; where a test fails, it is not used.
+
+- By inspection: it calls operators of PyTorch alone (and dpexp's, for recurrent layers); none communicates or has a
+  generator of its own. It writes only to tensors that it made. No constant shares memory with a tensor or array of the
+  data set.
+- By running it on five synthetic records, of further shapes on three: if one is replaced, also by large values, NaN,
+  zeros or indices out of range, the others' losses, norms and sums stay bit-equal (on a GPU, up to the order in which
+  its kernels add). The losses and gradients of two are those of the graph of one record (not compared if it draws
+  random numbers).
+
+For other numbers of records the same trace is lifted. A compiled graph is compared with the uncompiled one, and tested
+again.
+
+*The step* is refused if it sets a buffer, or sets an attribute, other than a tensor of constants, and computes
+something else when it runs again on the same copies. So is a training hook, of the module or of a callback, or a method
+of a Trainer that by its own code reads what the step sets. The step is traced under the settings of the last round,
+too: if the traces differ by the epoch alone, it is traced in each epoch; otherwise it runs one record at a time. There
+a synthetic record must have the same loss and gradients before and after others.
+"""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence

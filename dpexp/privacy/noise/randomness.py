@@ -6,6 +6,7 @@ import random
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,29 @@ class KeyStream:
     def permutation(self, size: int) -> Tensor:
         """A permutation of 0 … size-1, uniform unless two words are equal, which has probability size²/2^64."""
         return self.words(size).argsort()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key streams of a fit, one for each purpose.
+
+    Attributes:
+        sampling: draws the samples; dealing: assigns their records to processes. All processes share both.
+        noise: of the releases.
+        records: of what is random in a record's loss, such as dropout; each process has its own.
+    """
+
+    sampling: KeyStream = field(default_factory=KeyStream)
+    dealing: KeyStream = field(default_factory=KeyStream)
+    noise: KeyStream = field(default_factory=KeyStream)
+    records: KeyStream = field(default_factory=KeyStream)
+
+    def make_known(self, seed: int, rounds: int, rank: int = 0) -> None:
+        """Replaces the keys by reproducible ones, for tests (see `KeyStream.known`); `rank`: of the process."""
+        own = "randomness" if rank == 0 else f"randomness of process {rank}"
+        streams = {"sampling": self.sampling, "dealing": self.dealing, "noise": self.noise, own: self.records}
+        for purpose, stream in streams.items():
+            stream.key = KeyStream.known(seed, purpose, rounds).key
 
 
 @contextmanager

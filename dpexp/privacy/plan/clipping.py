@@ -38,7 +38,12 @@ class ClipNorm(Protocol):
 
 @dataclass(frozen=True)
 class FixedClipNorm:
-    """One number for all, a number by the name of each group, or a list in the order of the plan."""
+    """One number for all, a number by the name of each group, or a list in the order of the plan.
+
+    >>> from dpexp import FixedClipNorm
+    >>> FixedClipNorm({"conv": 1.0, "fc": 0.5})(["conv", "fc"], [100, 900])
+    [1.0, 0.5]
+    """
 
     value: float | Mapping[str, float] | Sequence[float]
 
@@ -49,7 +54,12 @@ class FixedClipNorm:
 @checks_arguments
 @dataclass(frozen=True)
 class UniformClipNorm:
-    """S*/√m each, so that m of them add up to a total L2 norm of S* (McMahan et al. 2018, section 2)."""
+    """S*/√m each, so that m of them add up to a total L2 norm of S* (McMahan et al. 2018, section 2).
+
+    >>> from dpexp import UniformClipNorm
+    >>> UniformClipNorm(total=1.0)(["conv", "fc", "a", "b"], [100, 900, 10, 10])
+    [0.5, 0.5, 0.5, 0.5]
+    """
 
     total: Positive
 
@@ -63,6 +73,10 @@ class DimensionClipNorm:
     """S*·√(d/D), where D is the sum of all dimensions d.
 
     The paper (section 2) prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
+
+    >>> from dpexp import DimensionClipNorm
+    >>> DimensionClipNorm(total=1.0)(["conv", "fc"], [360, 640])
+    [0.6, 0.8]
     """
 
     total: Positive
@@ -130,7 +144,14 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True)
 class Separate:
-    """Each group is clipped as one concatenated vector to S_g, by default 1/√G for G groups in all."""
+    """Each group is clipped as one concatenated vector to S_g, by default 1/√G for G groups in all.
+
+    >>> from dpexp import Separate
+    >>> from dpexp.privacy.plan.groups import Vector
+    >>> groups = {"conv": [Vector("conv", ("conv.weight",), 9)], "fc": [Vector("fc", ("fc.weight",), 90)]}
+    >>> Separate()(groups, {"conv": 1.0, "fc": 0.5})["fc"]
+    GroupClipping(alphas=(1.0,), S=0.5)
+    """
 
     def __call__(
         self, groups: Mapping[str, Sequence[Vector]], clip_norms: Mapping[str, float | None]
@@ -148,6 +169,12 @@ class Joint:
 
     S_g lies in (0, √k] for a group of k vectors, where √k, the default, never clips a record with ‖v_j‖ ≤ α_j for all
     j.
+
+    >>> from dpexp import FixedClipNorm, Joint
+    >>> from dpexp.privacy.plan.groups import Vector
+    >>> both = [Vector("conv", ("conv.weight",), 9), Vector("fc", ("fc.weight",), 90)]
+    >>> Joint(alpha=FixedClipNorm([1.0, 100.0]))({"all": both}, {"all": 1.0})["all"]
+    GroupClipping(alphas=(1.0, 100.0), S=1.0)
 
     Args:
         alpha: gives the scale of each vector; by default `UniformClipNorm(1)`.
@@ -212,7 +239,14 @@ class ClipRule(Protocol):
 
 @dataclass(frozen=True)
 class Abadi:
-    """c = min(1, S/x) (Abadi et al. 2016, algorithm 1)."""
+    """c = min(1, S/x) (Abadi et al. 2016, algorithm 1).
+
+    >>> import torch
+    >>> from dpexp import Abadi
+    >>> rule, S = Abadi(), torch.tensor(1.0, dtype=torch.float64)
+    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+    [1.0, 1.0, 0.5]
+    """
 
     name: str = field(default="abadi", init=False)
 
@@ -227,6 +261,12 @@ class Automatic:
 
     Every vector gets a norm of about S, which becomes a factor of the learning rate. γ, in the unit of x, keeps the
     shortest vectors shorter.
+
+    >>> import torch
+    >>> from dpexp import Automatic
+    >>> rule, S = Automatic(gamma=0.01), torch.tensor(1.0, dtype=torch.float64)
+    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+    [50.0, 1.961, 0.498]
     """
 
     gamma: Positive = 0.01
@@ -243,6 +283,12 @@ class Psac:
 
     c is S at x = 0, and for r < 1 it is largest at x = √r - r: unlike `Automatic` it does not enlarge the shortest
     vectors much, whose directions carry the least information.
+
+    >>> import torch
+    >>> from dpexp import Psac
+    >>> rule, S = Psac(r=0.1), torch.tensor(1.0, dtype=torch.float64)
+    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+    [1.088, 1.5, 0.488]
     """
 
     r: Positive = 0.1
@@ -262,6 +308,12 @@ class Global:
 
     Records up to the threshold Z are all scaled by the same factor; the others are dropped. The step is a ramp over the
     last hundredth before Z, since a rule must be continuous. `threshold` is in units of S, and changes with S.
+
+    >>> import torch
+    >>> from dpexp import Global
+    >>> rule, S = Global(threshold=1.0), torch.tensor(1.0, dtype=torch.float64)
+    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+    [1.0, 1.0, 0.0]
     """
 
     threshold: Positive

@@ -1,7 +1,7 @@
 """Makes the privacy plan of a training: calibrates the noise, or another value, and checks the options together."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from dpexp.privacy.plan.clipping import (
     Abadi,
     ClipNorm,
     ClipRule,
+    GroupClipping,
     Joint,
     Mechanism,
     Separate,
@@ -30,7 +31,7 @@ from dpexp.privacy.plan.clipping import (
 )
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.plan.options import AUTO, Banded, Gaussian, Schedules, Target
-from dpexp.privacy.plan.plan import Group, PrivacyPlan
+from dpexp.privacy.plan.plan import AdaptiveTargets, Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import rounds_before_training
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.refusals import refuse_mixing_layers
@@ -41,6 +42,12 @@ from dpexp.privacy.sampling.privacy_unit import Example
 @dataclass(frozen=True)
 class Clipping:
     """What is clipped together, to which norms, and by which rule (paper, section 2).
+
+    >>> import dpexp
+    >>> dpexp.Clipping(group=dpexp.per_layer(), clip_norm=dpexp.UniformClipNorm(total=1.0)).vectors
+    'layer'
+    >>> dpexp.Clipping(mechanism=dpexp.Joint(alpha=dpexp.FixedClipNorm([1.0, 100.0]))).mechanism
+    Joint(alpha=FixedClipNorm(value=[1.0, 100.0]))
 
     Args:
         group: divides the parameters into groups; by default one.
@@ -90,6 +97,13 @@ def make_plan(
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
 
+    >>> import dpexp, torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> sampling = dpexp.Poisson(expected_batch_size=100, epochs=2)
+    >>> dpexp.make_plan(model, n=10_000, sampling=sampling, target=dpexp.Target(epsilon=1.0, delta=1e-5))
+    PrivacyPlan: 200 rounds of Poisson(q=0.01), n = 10000, z = 0.9674; groups: 1
+      all: 4 numbers, S = 1, σ̃ = 0.9674
+
     Args:
         n: published number of training examples; users: of users, if `privacy_unit` is a `User`.
         target: the privacy target, for which z is calibrated; or z itself.
@@ -111,21 +125,81 @@ def make_plan(
     clipping, allocation = clipping or Clipping(), allocation or Proportional()
     noise, schedules, privacy_unit = noise or Gaussian(), schedules or Schedules(), privacy_unit or Example()
     records = privacy_unit.num_records(n, users)
-    has_no_q = isinstance(sampling, RatedPolicy) and sampling.sampling_rate is sampling.expected_batch_size is None
-    if has_no_q and calibrate == "sampling_rate" and isinstance(allocation, Explicit) and allocation.sigma is None:
+    if calibrate == "sampling_rate" and _has_no_rate(sampling) and _fixes_noise_of_average(allocation):
         sampling = at_q(sampling, 1.0)  # or any other: σ_g determines the noise at each q
     policy, rounds = sampling.resolve(n, records)
     adjacency = check_covered(type(policy), adjacency, target.accountant)
     target.check(calibrate, isinstance(allocation, Explicit))
     schedules.check(sampling, calibrate)
-    privacy_target = _privacy_target(target)
-    noise.check(policy, calibrate, privacy_target is not None)
-    mu = privacy_target.mu if privacy_target else None
-    before_training = rounds_before_training(module, records, privacy_unit, adjacency, mu)
+    aim = _privacy_target(target)
+    noise.check(policy, calibrate, aim is not None)
+
+    before_training = rounds_before_training(module, records, privacy_unit, adjacency, aim.mu if aim else None)
+    released = _released(module, clipping, allocation, private_metrics or {})
+    released.check(policy, schedules, calibrate)
+    z = target.noise_multiplier
+    if isinstance(allocation, Explicit):
+        z = released.noise_multiplier(allocation, policy.q * records)
+    plan = PrivacyPlan(
+        policy, records, rounds, released.groups, adjacency, adaptive=released.adaptive,
+        before_training=before_training, privacy_unit=privacy_unit, delta=target.delta,
+    )  # fmt: skip
+    return _Draft(plan, sampling, schedules, calibrate, z, aim, target.accountant).least_noise(noise)
+
+
+def _has_no_rate(sampling: Policy) -> bool:
+    """Whether neither q nor the expected size of a sample is given."""
+    return isinstance(sampling, RatedPolicy) and sampling.sampling_rate is sampling.expected_batch_size is None
+
+
+def _fixes_noise_of_average(allocation: Allocation) -> bool:
+    """Whether the noise of the average over q·n records is given, so that z follows at each q."""
+    return isinstance(allocation, Explicit) and allocation.sigma is None
+
+
+@dataclass(frozen=True)
+class _Released:
+    """What a round releases.
+
+    Attributes:
+        groups: those of gradients, then those of metrics, each with its σ̃ at z = 1.
+        clipped: the clipping of each group of gradients, by name.
+        adaptive: the targets of adaptive clipping norms, if any.
+        left_for_gradients: the budget less the shares of metrics.
+    """
+
+    groups: tuple[Group, ...]
+    clipped: Mapping[str, GroupClipping]
+    adaptive: AdaptiveTargets | None
+    left_for_gradients: float
+
+    def check(self, policy: Policy, schedules: Schedules, calibrate: str) -> None:
+        """Raises ConfigError: the groups do not go with the other options."""
+        if self.adaptive is not None:
+            schedules.check_adaptive(calibrate)
+        if isinstance(policy, RandomAllocation):
+            for group in self.groups:
+                if group.every_n_rounds > 1:
+                    raise ConfigError(
+                        f"private_metrics.release.{group.name}.every_n_rounds={group.every_n_rounds} must be 1 with "
+                        f"sampling={policy.name}, where all rounds of an epoch are accounted as equal; or choose "
+                        "sampling=poisson."
+                    )
+
+    def noise_multiplier(self, allocation: Explicit, records: float) -> float:
+        """z of a round, of which gradients take what metrics leave; `records`: q·n."""
+        return allocation.noise_multiplier(self.clipped, records) * math.sqrt(self.left_for_gradients)
+
+
+def _released(
+    module: nn.Module, clipping: Clipping, allocation: Allocation, configured: Mapping[str, Any]
+) -> _Released:
+    """Clips the groups of gradients and metrics, and divides the budget among them."""
     if not trainable(module):
+        hint = " Call its configure_model() first." if hasattr(module, "configure_model") else ""
         raise ConfigError(
             "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
-            + " Call its configure_model() first." * hasattr(module, "configure_model")
+            f"{hint}"
         )
     grouped = {name: vectors(module, names, clipping.vectors) for name, names in clipping.group(module).items()}
     mechanisms, clip_norms, clip_rules = (
@@ -133,74 +207,112 @@ def make_plan(
     )
     clipped = clip(grouped, mechanisms, clip_norms)
     adaptive, share = adaptive_targets(grouped, mechanisms, clip_norms)
-    metrics = _metrics(grouped, private_metrics or {})
+    metrics = _metrics(grouped, configured)
     if adaptive is not None:
         metrics |= {UNCLIPPED: count_release(adaptive, share)}
-    remaining = 1 - sum(metric.budget_share for metric in metrics.values())
-    if remaining <= 0:
+
+    left = 1 - sum(metric.budget_share for metric in metrics.values())
+    if left <= 0:
         raise ConfigError(
-            f"private_metrics.release and clip_norm.budget_share leave {remaining:.6g} of the budget to gradients; "
+            f"private_metrics.release and clip_norm.budget_share leave {left:.6g} of the budget to gradients; "
             "choose smaller shares."
         )
-    if adaptive is not None:
-        schedules.check_adaptive(calibrate)
-    apart = next((name for name, metric in metrics.items() if metric.every_n_rounds > 1), None)
-    if apart is not None and isinstance(policy, RandomAllocation):
-        raise ConfigError(
-            f"private_metrics.release.{apart}.every_n_rounds={metrics[apart].every_n_rounds} must be 1 with "
-            f"sampling={policy.name}, where all rounds of an epoch are accounted as equal; or choose sampling=poisson."
-        )
     shares = allocation.shares(grouped, clipped)
-    gradients = {name: MetricRelease(grouped[name], own, remaining * shares[name]) for name, own in clipped.items()}
-    z = target.noise_multiplier
-    if isinstance(allocation, Explicit):
-        z = allocation.noise_multiplier(clipped, policy.q * records) * math.sqrt(remaining)
+    groups = []
+    for name, own in clipped.items():
+        group = Group(name, grouped[name], own.alphas, own.S, own.S, left * shares[name], clip_rule=clip_rules[name])
+        groups.append(group.with_noise(1.0))
+    for name, metric in metrics.items():
+        alphas, S = metric.clipping.alphas, metric.clipping.S
+        group = Group(name, metric.vectors, alphas, S, S, metric.budget_share, metric.every_n_rounds)
+        groups.append(group.with_noise(1.0))
+    return _Released(tuple(groups), clipped, adaptive, left)
 
-    def with_bands(b: int) -> PrivacyPlan:
-        c: tuple[float, ...] = (1.0,)
+
+@dataclass(frozen=True)
+class _Draft:
+    """A plan of which one value is still to be found.
+
+    Attributes:
+        plan: with z = 1.
+        sampling: as given, with its epochs or steps; schedules: as given.
+        calibrate: the name of the value, one of CALIBRATABLE; z: if it is given.
+        aim: the privacy target; None: z is given, and nothing is to be found.
+    """
+
+    plan: PrivacyPlan
+    sampling: Policy
+    schedules: Schedules
+    calibrate: str
+    z: float | None
+    aim: Epsilon | MaxAdvantage | MaxTpr | None
+    accountant: str
+
+    def least_noise(self, noise: Gaussian) -> PrivacyPlan:
+        """The finished plan; of the numbers of bands that `noise` allows, the one with the least predicted error."""
+        if not isinstance(noise, Banded) or noise.bands != AUTO:
+            return self.with_bands(noise, noise.bands).finished()
+        policy, rounds = self.plan.sampling, self.plan.rounds
+        partitions = policy.partitions if isinstance(policy, CyclicPoisson) else None
+        tried = (self.with_bands(noise, b).finished() for b in candidates(policy.q, rounds, partitions))
+        return least_error((plan.noise_multiplier * error(plan.bands, rounds, noise.momentum), plan) for plan in tried)
+
+    def with_bands(self, noise: Gaussian, b: int) -> "_Draft":
+        """With noise that is correlated over b rounds, and as many partitions unless they are given."""
+        groups, policy = self.plan.groups, self.plan.sampling
         if isinstance(noise, Banded):
-            c = coefficients(noise.coefficients, b, rounds, noise.momentum)
-        in_turn = replace(policy, partitions=policy.partitions or b) if isinstance(policy, CyclicPoisson) else policy
+            c = coefficients(noise.coefficients, b, self.plan.rounds, noise.momentum)
+            groups = tuple(group if group.is_metric else replace(group, bands=c) for group in groups)
+        if isinstance(policy, CyclicPoisson):
+            policy = replace(policy, partitions=policy.partitions or b)
+        return replace(self, plan=replace(self.plan, groups=groups, sampling=policy))
 
-        def plan_at(z: float, q: float = policy.q, steps: int | None = None, scale: float = 1.0) -> PrivacyPlan:
-            """The plan at a noise multiplier, sampling rate, number of rounds and scale of the clipping norms."""
-            groups, sampled = [], in_turn if q == policy.q else at_q(in_turn, q)
-            steps = steps or sampling.length(sampled)
-            for name, release in (gradients | metrics).items():
-                S, w = release.clipping.S * (scale if name in gradients else 1.0), release.budget_share
-                sigma, for_gradients = z * S / math.sqrt(w), (clip_rules[name], c) if name in gradients else ()
-                alphas = release.clipping.alphas
-                groups.append(Group(name, release.vectors, alphas, S, sigma, w, release.every_n_rounds, *for_gradients))
-            return PrivacyPlan(
-                sampled, records, steps, tuple(groups), adjacency, schedules.over(steps), adaptive,
-                before_training=before_training, privacy_unit=privacy_unit, delta=target.delta,
-            )  # fmt: skip
+    def finished(self) -> PrivacyPlan:
+        """The plan at the z that is given, or at the value that meets the target.
 
-        if z is not None and calibrate == "noise_multiplier":
-            plan = plan_at(z)
+        Raises:
+            ConfigError: no value meets it, or a value of a round is out of range.
+        """
+        if self.z is not None and self.calibrate == "noise_multiplier":
+            plan = self.at(self.z)
             plan.ledger()  # refuses values of a round that are out of range
             return _checked(plan)
-        assert privacy_target is not None  # as Target.check requires
-        fixed = z or 1.0
-        plans: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
-            "noise_multiplier": (plan_at, 1.0),
-            "sampling_rate": (lambda q: plan_at(fixed * q / policy.q, q=q), policy.q),
-            "sampling_rate_at_fixed_noise": (lambda q: plan_at(fixed, q=q), policy.q),
-            "steps": (lambda steps: plan_at(fixed, steps=int(steps)), rounds),
-            "clip_norm": (lambda scale: plan_at(fixed / scale, scale=scale), 1.0),
-        }
-        at, start = plans[calibrate]
+        assert self.aim is not None  # as Target.check requires
+        start, lowest = 1.0, None
+        if self.calibrate == "steps":
+            start = self.plan.rounds
+        elif self.calibrate.startswith("sampling_rate"):
+            start, lowest = self.plan.sampling.q, 1 / self.plan.n
         solved = solve(
-            calibrate, lambda value: at(value).ledger(), privacy_target, target.accountant,
-            start=start, lowest=1 / records if calibrate.startswith("sampling_rate") else None,
+            self.calibrate, lambda value: self.with_value(value).ledger(), self.aim, self.accountant,
+            start=start, lowest=lowest,
         )  # fmt: skip
-        return _checked(replace(at(solved.value), calibration=solved))
+        return _checked(replace(self.with_value(solved.value), calibration=solved))
 
-    if not isinstance(noise, Banded) or noise.bands != AUTO:
-        return with_bands(noise.bands)
-    partitions = policy.partitions if isinstance(policy, CyclicPoisson) else None
-    tried = (with_bands(b) for b in candidates(policy.q, rounds, partitions))
-    return least_error((plan.noise_multiplier * error(plan.bands, rounds, noise.momentum), plan) for plan in tried)
+    def with_value(self, value: float) -> PrivacyPlan:
+        """The plan at a value of what is calibrated (see CALIBRATABLE for what of the noise is held)."""
+        q, z = self.plan.sampling.q, self.z or 1.0
+        match self.calibrate:
+            case "noise_multiplier":
+                return self.at(value)
+            case "sampling_rate":
+                return self.at(z * value / q, q=value)
+            case "sampling_rate_at_fixed_noise":
+                return self.at(z, q=value)
+            case "steps":
+                return self.at(z, rounds=int(value))
+            case _:  # clip_norm
+                return self.at(z / value, scale=value)
+
+    def at(self, z: float, q: float | None = None, rounds: int | None = None, scale: float = 1.0) -> PrivacyPlan:
+        """The plan at a noise multiplier, sampling rate, number of rounds and scale of the clipping norms."""
+        policy = self.plan.sampling
+        if q is not None and q != policy.q:
+            policy = at_q(policy, q)
+        rounds = rounds or self.sampling.length(policy)
+        groups = tuple(group.with_noise(z, 1.0 if group.is_metric else scale) for group in self.plan.groups)
+        schedule = self.schedules.over(rounds)
+        return replace(self.plan, sampling=policy, rounds=rounds, groups=groups, schedule=schedule)
 
 
 def _privacy_target(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:

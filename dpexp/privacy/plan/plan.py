@@ -29,6 +29,12 @@ _SHOWN = 8  # groups, in a table
 class Group:
     """A group of vectors, with its clipping and noise.
 
+    >>> from dpexp.privacy.plan.groups import Vector
+    >>> from dpexp.privacy.plan.plan import Group
+    >>> group = Group("fc", (Vector("fc", ("fc.weight", "fc.bias"), 10),), (1.0,), S=0.5, sigma=0.5, share=0.25)
+    >>> group.with_noise(z=2.0).sigma
+    2.0
+
     Attributes:
         alphas: α_j of each vector; all 1 under separate clipping.
         S: clipping norm of a record's scaled vector; sigma: σ̃, the standard deviation of the noise on the scaled sum.
@@ -61,6 +67,11 @@ class Group:
     def query(self) -> SumQueryEvent:
         """The event of one release of this group."""
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
+
+    def with_noise(self, z: float, scale: float = 1.0) -> "Group":
+        """With S times `scale`, and its part of the noise multiplier z: σ̃_g = z S_g/√w_g (paper, section 4)."""
+        S = self.S * scale
+        return replace(self, S=S, sigma=z * S / math.sqrt(self.share))
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,16 @@ class AdaptiveTargets:
 @dataclass(frozen=True)
 class PrivacyPlan:
     """What is sampled, clipped and noised, and for how many rounds.
+
+    >>> import dpexp, torch
+    >>> sampling = dpexp.Poisson(sampling_rate=0.01, steps=200)
+    >>> plan = dpexp.make_plan(
+    ...     torch.nn.Linear(3, 1), n=10_000, sampling=sampling, target=dpexp.Target(epsilon=1.0, delta=1e-5)
+    ... )
+    >>> plan.rounds, plan.adjacency, len(plan.ledger())
+    (200, 'add_remove', 200)
+    >>> dpexp.epsilon(plan.ledger(), 1e-5) <= 1
+    True
 
     Attributes:
         sampling: the sampling policy.
