@@ -1,11 +1,11 @@
-"""Every rule on a device, by the graph and compiled: sums against one record at a time in float64, and what a record
-that is made to hurt at most adds of its bound.
+"""Measures each rule's error on a device, by the graph and compiled, and what the worst record adds of its bound.
 
     python benchmarks/adversarial.py                               # 10 000 records
     python benchmarks/adversarial.py --device cuda --tf32 --records 1000
 
-Such records set both factors of each layer's gradient: equal numbers, powers of 2 and their neighbours, positions that
-all but cancel, 2^-60 to 2^60 times as large (tests/adversarial.py).
+An error is that of the sums, against one record at a time in float64. The records set both factors of each layer's
+gradient: equal numbers, powers of 2 and their neighbours, positions that all but cancel, 2^-60 to 2^60 times as large
+(tests/adversarial.py).
 """
 
 import sys

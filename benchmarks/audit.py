@@ -42,7 +42,9 @@ def run(name, **choices):
         began = time.perf_counter()
         found = attacked(Path(folder), **choices)
         seconds = time.perf_counter() - began
-    refuted = [one.name for one in found.checks if one.refuted] + ["μ"] * (found.mu_bound > found.mu_claimed)
+    refuted = [one.name for one in found.checks if one.refuted]
+    if found.mu_bound > found.mu_claimed:
+        refuted.append("μ")
     print(
         f"{name:<64} μ {check(found.checks, 'distance of scores').found / found.mu_claimed:<6.3g} at least "
         f"{found.mu_bound / found.mu_claimed:.2f} {seconds:4.1f} s  {', '.join(refuted) or '-'}",

@@ -2,7 +2,7 @@
 
     python benchmarks/comparisons.py DATA NAME [SEEDS] [KEY=VALUE …]
 
-NAMEs are those of COMPARISONS; DATA holds the folders cifar10, fashion_mnist and mnist; overrides are for all jobs.
+NAMEs are those of COMPARISONS; DATA holds the folders fashion_mnist and mnist; overrides are for all jobs.
 What outputs/comparisons.jsonl has is not run again. Of several learning rates the one with the best mean is shown: that
 choice is made on the test set, alike for all, and costs privacy that is not counted here.
 """

@@ -1,4 +1,4 @@
-"""Does a ledger ever hold wrong rounds than were released? Training runs are killed, with SIGKILL, to find out.
+"""Does a ledger ever hold fewer rounds than were released? Training runs are killed, with SIGKILL, to find out.
 
     python benchmarks/kills.py [KILLS]
 

@@ -84,12 +84,12 @@ def factors(weights: list[Tensor], x: Tensor, y: Tensor) -> list[tuple[Tensor, T
     return found[::-1]
 
 
-class Scaled:
-    """Adam of a private average, by the ways of `settings`: one for each layer.
+class Layer:
+    """A layer's weights, and the optimizer that `how` names.
 
     Args:
         lr, third: the learning rate, and r or g.
-        variance: of the noise of the average; first: the first scale, for `scale`.
+        variance: of the noise of an average; first: the scale of all coordinates in the first round.
     """
 
     def __init__(self, how: str, weight: Tensor, lr: float, third: float, variance: float, first: float) -> None:
@@ -127,7 +127,7 @@ def train(task: str, root: Path, how: str, seed: int) -> tuple[float, float]:
     S, first = multiple * squares.sqrt().median().item(), 1.0
     if how == "scale":
         S, first = third * size / z, S * z / (third * size)
-    own = [Scaled(how, weight, lr, third, (z * S / size) ** 2, first) for weight in weights]
+    own = [Layer(how, weight, lr, third, (z * S / size) ** 2, first) for weight in weights]
     for _ in range(rounds):
         sample = (torch.rand(n, generator=generator) < size / n).nonzero()[:, 0]
         found = factors(weights, x[sample].float(), y[sample])

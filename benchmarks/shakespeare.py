@@ -1,9 +1,9 @@
-"""Next characters of tiny Shakespeare by users: accuracy against ε of DP-FedAvg and DP-FedAdam, beside the same
-trainings with next to no noise and a clipping norm that clips nothing.
+"""Measures the accuracy of DP-FedAvg and DP-FedAdam against ε, on the next characters of tiny Shakespeare by users.
 
     python benchmarks/shakespeare.py data.root=… [OVERRIDE ...]
 
-It prints a table and draws docs/shakespeare.png, in half an hour; see comparisons.py.
+Beside them are the same trainings with next to no noise and a clipping norm that clips nothing. It prints a table and
+draws docs/shakespeare.png, in half an hour; see comparisons.py.
 """
 
 import statistics
