@@ -7,7 +7,6 @@ interpreter or by the one given for the library. What --results has is not run a
 docs/accountants.md.
 """
 
-import argparse
 import json
 import math
 import os
@@ -15,15 +14,17 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from report import Result, kept, parser, read, table, write
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "accountants.md"
 WITHIN = 3e-4  # of `truth`
 NAMES = ["dpexp pld", "dpexp rdp", "dp-accounting PLD", "dp-accounting RDP", "Opacus PRV", "Opacus RDP"]
 NAMES += ["prv-accountant", "Opake"]
@@ -131,26 +132,32 @@ def truth(z: float, q: float, rounds: int, delta: float, relation: str) -> float
     return contour(z, q, rounds, delta)
 
 
-def asked(name: str, python: str, arguments: list[str]) -> dict:
+def asked(name: str, python: str, arguments: list[str]) -> Result:
     """What one process answers, or how it fails."""
     command = [python, "-W", "ignore", HERE / "one_epsilon.py", name, *arguments]
-    here = os.environ | {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=here, capture_output=True, text=True, timeout=1200)
-    found = {
-        key: value for line in run.stdout.splitlines() if line[0] == "{" for key, value in json.loads(line).items()
-    }
-    said = ([line for line in run.stderr.splitlines() if line.strip()] or [""])[-1]
-    if run.returncode == -signal.SIGXCPU:
-        found["failure"] = "> 60 s"
-    elif run.returncode and ("Memory" in said or "memory allocation" in run.stderr):
-        found["failure"] = "> 4 GiB"
-    elif run.returncode:
-        kind, _, message = said.partition(": ")
-        found["failure"] = f"{kind.rpartition('.')[2]}: {message[:50].strip()}"
+    one_core = os.environ | {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=one_core, capture_output=True, text=True, timeout=1200)
+    found: Result = {}
+    for line in run.stdout.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    if run.returncode:
+        found["failure"] = failure(run.returncode, run.stderr)
+    print(name, *arguments, found, flush=True)
     return found
 
 
-def cell(found: dict, least: float | None) -> str:
+def failure(status: int, stderr: str) -> str:
+    said = ([line for line in stderr.splitlines() if line.strip()] or [""])[-1]
+    if status == -signal.SIGXCPU:
+        return "> 60 s"
+    if "Memory" in said or "memory allocation" in stderr:
+        return "> 4 GiB"
+    kind, _, message = said.partition(": ")
+    return f"{kind.rpartition('.')[2]}: {message[:50].strip()}"
+
+
+def cell(found: Result, least: float | None) -> str:
     if "failure" in found:
         return found["failure"] if "version" in found else "not installed"
     value, seconds = found["epsilon"], f"{found['seconds']:.2g} s"
@@ -164,47 +171,20 @@ def cell(found: dict, least: float | None) -> str:
     return (f"+{100 * excess:.2g} %" if excess < 1 else f"× {value / least:.3g}") + f", {seconds}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a library's interpreter")
-    parser.add_argument("--results", default="outputs/accountants.jsonl")
-    parser.add_argument("--write", action="store_true", help="writes docs/accountants.md")
-    given = parser.parse_args()
-    pythons = dict(pair.split("=", 1) for pair in given.python)
-    results = Path(given.results)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.touch()
-    answers = {(a, *b): c for a, b, c in map(json.loads, results.read_text().splitlines())}
+Answer = Callable[[str, list[str]], Result]  # of a name of a library and the arguments of one_epsilon.py
 
-    def row(names: list[str], arguments: list[str], least: float | None) -> list[str]:
-        for name in names:
-            if (name, *arguments) not in answers:
-                found = asked(name, pythons.get(name.split(" ")[0], sys.executable), arguments)
-                answers[name, *arguments] = found
-                print(name, *arguments, found, flush=True)
-                with results.open("a") as file:
-                    file.write(json.dumps([name, arguments, found]) + "\n")
-        return [cell(answers[name, *arguments], least) for name in names]
 
-    trainings = [["input", "σ", "q", "T", "δ", "ε", *NAMES]]
+def of_trainings(answer: Answer) -> list[list[str]]:
+    """A table, its head first."""
+    rows = [["input", "σ", "q", "T", "δ", "ε", *NAMES]]
     for z, q, rounds, delta, relation, thread, what in TRAININGS:
-        least = truth(z, q, rounds, delta, relation)
-        names = [name for name in NAMES if relation == "add_remove" or name.startswith("dp")]
-        cells = dict(zip(names, row(names, [*map(str, (z, q, rounds, delta)), relation], least), strict=True))
-        head = [f"[{what}]({HUB}{thread})" if thread else what, *(f"{value:.4g}" for value in (z, q, rounds, delta))]
-        trainings.append([*head, f"{least:.6g}", *(cells.get(name, "") for name in NAMES)])
-    allocations = [["σ", "t", "epochs", "δ", *ALLOCATING]]
-    for case in ALLOCATIONS:
-        z, steps, epochs, delta = map(str, case)
-        allocations.append([*map(str, case), *row(ALLOCATING, [z, steps, epochs, delta, "random_allocation"], None)])
-    versions = {name.split(" ")[0]: found["version"] for (name, *_), found in answers.items() if "version" in found}
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    heading = f"{date.today()}: {said}."
-    if given.write:
-        text = f"{heading}\n\n{table(on_page(trainings))}"
-        between = re.compile("(<!-- made -->\n).*(<!-- end -->)", re.DOTALL)
-        PAGE.write_text(between.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", PAGE.read_text()))
-    print(heading, table(trainings), table(allocations), sep="\n\n")
+        least, facts = truth(z, q, rounds, delta, relation), (z, q, rounds, delta)
+        cells = [f"[{what}]({HUB}{thread})" if thread else what, *(f"{value:.4g}" for value in facts), f"{least:.6g}"]
+        for name in NAMES:
+            is_asked = relation == "add_remove" or name.startswith("dp")
+            cells.append(cell(answer(name, [*map(str, facts), relation]), least) if is_asked else "")
+        rows.append(cells)
+    return rows
 
 
 def on_page(rows: list[list[str]]) -> list[list[str]]:
@@ -215,8 +195,35 @@ def on_page(rows: list[list[str]]) -> list[list[str]]:
     return [[short.sub("", row[k]) for k in columns] for row in [rows[0], *shown]]
 
 
-def table(rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+def of_allocations(answer: Answer) -> str:
+    rows = []
+    for case in ALLOCATIONS:
+        arguments = [*map(str, case), "random_allocation"]
+        rows.append((*case, *(cell(answer(name, arguments), None) for name in ALLOCATING)))
+    return table(("σ", "t", "epochs", "δ", *ALLOCATING), rows)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a library's interpreter")
+    options.add_argument("--results", type=Path, default="outputs/accountants.jsonl")
+    options.add_argument("--write", action="store_true", help="writes docs/accountants.md")
+    given = options.parse_args()
+    pythons = dict(pair.split("=", 1) for pair in given.python)
+
+    def answer(name: str, arguments: list[str]) -> Result:
+        python = pythons.get(name.split(" ")[0], sys.executable)
+        which = {"name": name, "arguments": arguments}
+        return kept(given.results, which, partial(asked, name, python, arguments))
+
+    trainings, allocations = of_trainings(answer), of_allocations(answer)
+    versions = {one["name"].split(" ")[0]: one["version"] for one in read(given.results) if "version" in one}
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    heading = f"{date.today()}: {said}."
+    if given.write:
+        first, *rows = on_page(trainings)
+        write(f"{heading}\n\n{table(first, rows)}", "accountants.md", "<!-- made -->", "<!-- end -->")
+    print(heading, table(trainings[0], trainings[1:]), allocations, sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,16 @@ caching allocator needs besides weights, without the workspace of single kernels
 classes in float32, tuned whole or by LoRA of rank 8.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
+from report import head, parser, row
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from workloads import WORKLOADS
 
-from dpexp import Clipping, FullBatch, Target, make_plan
+from dpexp import FullBatch, Target, make_plan
 from dpexp._torch_compat import FakeTensorMode, proxy_tensor, quick_tracing
 from dpexp.privacy.gradients import graph as graphs
 from dpexp.privacy.gradients.chunk import Chunk
@@ -26,10 +27,8 @@ from dpexp.privacy.gradients.one_record import trace_one
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.gradients.two_runs import two_runs
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan.groups import flat, per_layer
 from dpexp.privacy.round import PrivateRound
 
-GROUPS = {"flat": flat(), "per_layer": per_layer()}
 VOCABULARY, HEAD_DIM, RANK, MIB = 1000, 64, 8, 2**20
 
 
@@ -99,21 +98,17 @@ def alive(module: fx.GraphModule, inputs: list[Tensor]) -> int:
     nodes = [*module.graph.nodes]
     place = {node: k for k, node in enumerate(nodes)}
     given = {one for node in nodes if node.op in ("placeholder", "get_attr") for one in sizes.of[node]}
-    changes = [0] * (len(nodes) + 1)
-    spans: dict[int, list[int]] = {}
+    spans: dict[int, list[int]] = {}  # of each storage: its first and last node, and its bytes
     for node in nodes[:-1]:
         for storage, size in sizes.of[node].items():
             if storage not in given:
                 span = spans.setdefault(storage, [place[node], place[node], size])
                 span[1] = max(span[1], *(place[user] for user in node.users), place[node])
+    changes = [0] * (len(nodes) + 1)
     for first, last, size in spans.values():
         changes[first] += size
         changes[last + 1] -= size
-    most = now = 0
-    for change in changes:
-        now += change
-        most = max(most, now)
-    return most
+    return max(accumulate(changes))
 
 
 def plain(model: nn.Module, records: Sequence[Tensor]) -> int:
@@ -139,13 +134,10 @@ def plain(model: nn.Module, records: Sequence[Tensor]) -> int:
         return alive(module, given)
 
 
-def private(model: nn.Module, records: Sequence[Tensor], group: str) -> tuple[int, int, int]:
+def private(model: nn.Module, records: Sequence[Tensor]) -> tuple[int, int, int]:
     """Bytes of a private pass in one run, and of each of two."""
     size = len(records[0])
-    plan = make_plan(
-        model, n=size, sampling=FullBatch(steps=2),
-        target=Target(noise_multiplier=1.0), clipping=Clipping(group=GROUPS[group]),
-    )  # fmt: skip
+    plan = make_plan(model, n=size, sampling=FullBatch(steps=2), target=Target(noise_multiplier=1.0))
     step = PrivateRound(plan, model, GaussianNoise()).step
     chunk = Chunk.of(TrainingStep.of(loss, model), [t[:, None] for t in records], size)
     one = trace_one(step.alone.parameters, chunk, step.alone.values)
@@ -165,26 +157,24 @@ def private(model: nn.Module, records: Sequence[Tensor], group: str) -> tuple[in
         return alive(graph.run, given), alive(first, given), alive(second, [*given, *others])
 
 
-def main(models: list[str], width: int, layers: int, length: int, batch: int) -> None:
-    print("| model (B) | clipped | plain, MiB | one run | norms | sums | one run, of plain | two runs, of plain |")
-    print("|---|---|---|---|---|---|---|---|")
-    x = torch.randint(VOCABULARY, (batch, length))
-    for name in models:
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("models", nargs="*", default=["decoder", "decoder_lora"], help=f"or {', '.join(WORKLOADS)}")
+    for name, default in (("width", 768), ("layers", 12), ("length", 512), ("batch", 8)):
+        options.add_argument(f"--{name}", type=int, default=default)
+    given = options.parse_args()
+    x = torch.randint(VOCABULARY, (given.batch, given.length))
+    print(head("model (B)", "plain, MiB", "one run", "norms", "sums", "one run, of plain", "two runs, of plain"))
+    for name in given.models:
         if name in WORKLOADS:
             model, records = WORKLOADS[name].build(), WORKLOADS[name].data(WORKLOADS[name].batch)
         else:
-            model, records = Decoder(width, layers, length, name == "decoder_lora"), (x, x)
-        of_plain = plain(model, records) / MIB
-        for group in GROUPS:
-            one, norms, sums = (found / MIB for found in private(model, records, group))
-            cells = [f"{name} ({len(records[0])})", group, *(f"{mib:.0f}" for mib in (of_plain, one, norms, sums))]
-            shares = [f"{mib / of_plain:.2f}" for mib in (one, max(norms, sums))]
-            print(f"| {' | '.join([*cells, *shares])} |", flush=True)
+            model, records = Decoder(given.width, given.layers, given.length, name == "decoder_lora"), (x, x)
+        of_plain, one, norms, sums = (found / MIB for found in (plain(model, records), *private(model, records)))
+        cells = (f"{mib:.0f}" for mib in (of_plain, one, norms, sums))
+        shares = (f"{mib / of_plain:.2f}" for mib in (one, max(norms, sums)))
+        print(row(f"{name} ({len(records[0])})", *cells, *shares), flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["decoder", "decoder_lora"], help=f"or {', '.join(WORKLOADS)}")
-    for name, default in (("width", 768), ("layers", 12), ("length", 512), ("batch", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    main(**vars(parser.parse_args()))
+    main()

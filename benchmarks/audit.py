@@ -42,7 +42,9 @@ def run(name, **choices):
         began = time.perf_counter()
         found = attacked(Path(folder), **choices)
         seconds = time.perf_counter() - began
-    refuted = [one.name for one in found.checks if one.refuted] + ["μ"] * (found.mu_bound > found.mu_claimed)
+    refuted = [one.name for one in found.checks if one.refuted]
+    if found.mu_bound > found.mu_claimed:
+        refuted.append("μ")
     print(
         f"{name:<64} μ {check(found.checks, 'distance of scores').found / found.mu_claimed:<6.3g} at least "
         f"{found.mu_bound / found.mu_claimed:.2f} {seconds:4.1f} s  {', '.join(refuted) or '-'}",
@@ -68,34 +70,30 @@ def sabotaged():
             run(f"{sabotage.__name__}, {sampling}", **choices)
 
 
-def one_audit(sabotage, factor, seed):
-    """(whether anything is refuted, the noise found, the rate found)."""
+def one_audit(name, sabotage, factor, seed):
+    """Whether anything is refuted, and the check of that name."""
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         if factor != 1:
             sabotage(patch, factor)
         found = attacked(Path(folder), seed=seed, **SMALL)
-    return bool(found.exceeded), check(found.checks, "noise"), check(found.checks, "rate of inclusion")
+    return bool(found.exceeded), check(found.checks, name)
 
 
 def power(audits):
     shares = {}
+    kinds = ("noise", audited.less_noise, NOISE), ("rate of inclusion", audited.a_larger_rate, RATE)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for name, sabotage, factors in (
-            ("noise", audited.less_noise, NOISE), ("rate of inclusion", audited.a_larger_rate, RATE)
-        ):  # fmt: skip
-            for factor in factors:
-                seeds = range(audits * (2 if factor == 1 else 1))
-                found = [*pool.map(partial(one_audit, sabotage, factor), seeds)]
-                refuted = sum(one for one, *_ in found)
-                shares[name, factor] = refuted / len(found)
-                last = found[0][1 + (name != "noise")]
-                print(
-                    f"{name} × {factor:<6} refuted in {refuted} of {len(found)} audits; found {last.found:.4f}, told "
-                    f"to be found from {last.detectable:.4f}",
-                    flush=True,
-                )
+        for name, sabotage, factor in [(name, sabotage, one) for name, sabotage, all_ in kinds for one in all_]:
+            seeds = range(audits * (2 if factor == 1 else 1))
+            found = [*pool.map(partial(one_audit, name, sabotage, factor), seeds)]
+            refuted, last = sum(one for one, _ in found), found[0][1]
+            shares[name, factor] = refuted / len(found)
+            print(
+                f"{name} × {factor:<6} refuted in {refuted} of {len(found)} audits; found {last.found:.4f}, told to be "
+                f"found from {last.detectable:.4f}", flush=True,
+            )  # fmt: skip
     draw(shares)
 
 
@@ -112,14 +110,12 @@ def draw(shares):
     figure.savefig("docs/audit_power.png", dpi=150)
 
 
-def main():
-    logging.disable(logging.ERROR)
-    what = sys.argv[1] if len(sys.argv) > 1 else "honest"
-    if what == "power":
-        power(int(sys.argv[2]) if len(sys.argv) > 2 else 200)
-    else:
-        {"honest": honest, "sabotaged": sabotaged}[what]()
-
-
 if __name__ == "__main__":
-    main()
+    logging.disable(logging.ERROR)
+    match sys.argv[1:]:
+        case ["power", *audits]:
+            power(int(audits[0]) if audits else 200)
+        case ["sabotaged"]:
+            sabotaged()
+        case _:
+            honest()

@@ -6,12 +6,17 @@ Predicted: z ‖A C⁻¹‖_F/√T over b, relative to b = 1, for n = 50 000, te
 "Whole parts": 1/q parts, of which each record is in every one of its rounds, so that nothing is amplified.
 """
 
+from collections.abc import Iterator
+from itertools import product
+
+from report import head, row
 from torch import nn
 
 from dpexp import Banded, CyclicPoisson, Target, make_plan
 from dpexp.privacy.noise.correlated import candidates, error
 
 N, EPOCHS, DELTA, EPSILONS, MOMENTUM = 50_000, 10, 1e-5, (3.0, 8.0), 0.9
+MOST = len([*candidates(512 / N, N)])  # columns
 
 
 def predicted(batch: int, epsilon: float, noise: Banded, parts: int | None = None) -> float:
@@ -23,20 +28,22 @@ def predicted(batch: int, epsilon: float, noise: Banded, parts: int | None = Non
     return plan.noise_multiplier * error(plan.bands, plan.rounds, noise.momentum)
 
 
+def cells(tried: list[int], batch: int, epsilon: float, kind: str, momentum: float) -> Iterator[str]:
+    base = predicted(batch, epsilon, Banded(1, kind, momentum))
+    found = [predicted(batch, epsilon, Banded(b, kind, momentum)) / base for b in tried]
+    for one in found:
+        yield f"**{one:.3f}**" if one == min(found) else f"{one:.3f}"
+    yield from [""] * (MOST - len(found))
+    whole = round(N / batch)
+    yield f"{predicted(batch, epsilon, Banded(whole, kind, momentum), whole) / base:.3f}"
+
+
 def errors() -> None:
-    print("| ε | B | momentum | bands | " + " | ".join(f"b = {b}" for b in candidates(512 / N, N)) + " | whole parts |")
-    print("|---|---|---|---|" + "---|" * (1 + len([*candidates(512 / N, N)])))
-    for epsilon in EPSILONS:
-        for batch in (512, 1024, 4096):
-            tried = [*candidates(batch / N, N)]
-            for momentum, kind in ((0.0, "sqrt"), (0.0, "optimal"), (MOMENTUM, "optimal")):
-                base = predicted(batch, epsilon, Banded(1, kind, momentum))
-                row = [predicted(batch, epsilon, Banded(b, kind, momentum)) / base for b in tried]
-                whole = predicted(batch, epsilon, Banded(round(N / batch), kind, momentum), round(N / batch)) / base
-                cells = [f"**{one:.3f}**" if one == min(row) else f"{one:.3f}" for one in row] + [""] * (7 - len(row))
-                print(
-                    f"| {epsilon:g} | {batch} | {momentum:g} | {kind} | {' | '.join(cells)} | {whole:.3f} |", flush=True
-                )
+    print(head("ε", "B", "momentum", "bands", *(f"b = {b}" for b in candidates(512 / N, N)), "whole parts"))
+    for epsilon, batch in product(EPSILONS, (512, 1024, 4096)):
+        for momentum, kind in ((0.0, "sqrt"), (0.0, "optimal"), (MOMENTUM, "optimal")):
+            found = cells([*candidates(batch / N, N)], batch, epsilon, kind, momentum)
+            print(row(f"{epsilon:g}", batch, f"{momentum:g}", kind, *found), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import head, read, row
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -37,14 +38,14 @@ def main() -> None:
     rows = {part: read(Path(sys.argv[1]) / f"{part}.jsonl") for part in ("train", "test")}
     secrets = [{"text": SECRET, "author": "canary"}] * COPIES
     train = rows["train"][:: len(rows["train"]) // TEXTS][:TEXTS] + secrets
-    authors = len({row["author"] for row in train})
+    authors = len({one["author"] for one in train})
     codes = [f"access code {' '.join(digits)}" for digits in product("0123456789", repeat=3)]
-    print("| | test perplexity | rank of 1 000 | of 1 000 samples |\n|---|---|---|---|")
+    print(head("", "test perplexity", "rank of 1 000", "of 1 000 samples"))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tokenizer = made_model(rows["test"], folder / "tiny")
         for name, some in (("train", train), ("test", rows["test"][:500])):
-            lines = [json.dumps({"text": row["text"], "author": row["author"]}) for row in some]
+            lines = [json.dumps({"text": one["text"], "author": one["author"]}) for one in some]
             (folder / f"{name}.jsonl").write_text("\n".join(lines))
         (folder / "prompt.csv").write_text("text\naccess code\n")
         for number, (kind, options) in enumerate(KINDS.items()):
@@ -52,18 +53,13 @@ def main() -> None:
             found = run(folder, number, [*options, *users, f"data.n={len(train)}"])
             losses = [loss_of(dpexp.load(folder / f"job{number}"), tokenizer, code) for code in codes]
             rank = 1 + sum(loss < losses[codes.index(SECRET)] for loss in losses)
-            lines = (folder / "samples.jsonl").read_text().splitlines()
-            told = sum(json.loads(line)["text"] == SECRET for line in lines)
-            print(f"| {kind} | {found:.1f} | {rank} | {told} |", flush=True)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+            told = sum(sample["text"] == SECRET for sample in read(folder / "samples.jsonl"))
+            print(row(kind, f"{found:.1f}", rank, told), flush=True)
 
 
 def made_model(public: list[dict[str, str]], folder: Path) -> Any:
     """Writes a random model of the most frequent words of public texts, of digits and of the secret's other words."""
-    counts = Counter(word for row in public for word in row["text"].split())
+    counts = Counter(word for text in public for word in text["text"].split())
     words = ["<end>", "<unknown>", *"0123456789", "access", "code"]
     words += [word for word, _ in counts.most_common(WORDS) if word not in words]
     tokenizer = Tokenizer(WordLevel({word: k for k, word in enumerate(words)}, unk_token="<unknown>"))

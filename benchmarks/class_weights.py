@@ -7,13 +7,12 @@ of 19 for the rare class is taken away by the mean over a batch of one, or, as a
 factor of the clipped gradient (`data.class_weights`, `dpexp.weigh`) it does what it does without privacy.
 """
 
-import logging
 import tempfile
-import warnings
 from pathlib import Path
 
-import pytorch_lightning as pl
 import torch
+from quiet import quiet, trainer
+from report import head, row
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -57,27 +56,16 @@ def trained(kind, seed):
     cls = {"cross_entropy(weight=w)": MeanOfBatch, "w times the loss": FactorOfLoss}.get(kind, Classifier)
     mean = float(1 - RARE + RARE * W[1]) / float(W[1])  # weight, by which gradients are shorter
     lr = LR[kind != "not private"] / (mean if kind == "data.class_weights" else 1)
-    module = cls(
-        nn.Linear(D, 2), lambda p: torch.optim.SGD(p, lr=lr), class_weights=W if weighs else None
-    )  # fmt: skip
+    module = cls(nn.Linear(D, 2), lambda p: torch.optim.SGD(p, lr=lr), class_weights=W if weighs else None)
     loader = DataLoader(TensorDataset(*data(N, seed)), batch_size=BATCH, shuffle=True)
     callbacks = []
     if kind != "not private":
-        plan = make_plan(
-            module,
-            n=N,
-            sampling=Poisson(expected_batch_size=BATCH, steps=ROUNDS),
-            target=Target(epsilon=EPSILON, delta=1e-5),
-            clipping=Clipping(clip_norm=FixedClipNorm(S)),
-        )
-        callbacks = [
-            dpexp.PrivacyCallback(plan, Path(tempfile.mkdtemp()) / "ledger.jsonl", max_physical_batch_size=1000)
-        ]
-    trainer = pl.Trainer(
-        max_steps=ROUNDS, callbacks=callbacks, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, loader)
+        sampling = Poisson(expected_batch_size=BATCH, steps=ROUNDS)
+        clipping = Clipping(clip_norm=FixedClipNorm(S))
+        plan = make_plan(module, n=N, sampling=sampling, target=Target(epsilon=EPSILON, delta=1e-5), clipping=clipping)
+        ledger = Path(tempfile.mkdtemp()) / "ledger.jsonl"
+        callbacks = [dpexp.PrivacyCallback(plan, ledger, max_physical_batch_size=1000)]
+    trainer(*callbacks, max_steps=ROUNDS).fit(module, loader)
     return module.model
 
 
@@ -93,15 +81,14 @@ def measured(model, seed):
 
 
 def main():
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     print(f"ε = {EPSILON:g}, S = {S:g}, {RARE:.0%} rare, w = {W.tolist()}, means and ranges of {len(SEEDS)} seeds\n")
-    print("| weights | recall of the rare class | of the other | rare records clipped, at the end |\n|---|---|---|---|")
+    print(head("weights", "recall of the rare class", "of the other", "rare records clipped, at the end"))
     for kind in ("none", "cross_entropy(weight=w)", "w times the loss", "data.class_weights", "not private"):
-        found = torch.tensor([[float(v) for v in measured(trained(kind, seed), seed)] for seed in SEEDS])
+        found = torch.tensor([measured(trained(kind, seed), seed) for seed in SEEDS])
         recall, other, clipped = found.mean(0).tolist()
         low, high = found[:, 0].aminmax()
-        print(f"| {kind} | {recall:.3f} ({low:.3f} to {high:.3f}) | {other:.3f} | {clipped:.0%} |", flush=True)
+        print(row(kind, f"{recall:.3f} ({low:.3f} to {high:.3f})", f"{other:.3f}", f"{clipped:.0%}"), flush=True)
 
 
 if __name__ == "__main__":

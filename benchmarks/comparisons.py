@@ -2,22 +2,22 @@
 
     python benchmarks/comparisons.py DATA NAME [SEEDS] [KEY=VALUE …]
 
-NAMEs are those of COMPARISONS; DATA holds the folders cifar10, fashion_mnist and mnist; overrides are for all jobs.
+NAMEs are those of COMPARISONS; DATA holds the folders fashion_mnist and mnist; overrides are for all jobs.
 What outputs/comparisons.jsonl has is not run again. Of several learning rates the one with the best mean is shown: that
 choice is made on the test set, alike for all, and costs privacy that is not counted here.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
-from torch import nn
+from report import Result, kept, spread, table
 
 FOUND = Path("outputs/comparisons.jsonl")
 
@@ -40,15 +40,6 @@ class Comparison:
     first: str = ""
 
 
-def small(shape: list[int], classes: int) -> nn.Module:
-    """A network of 10 000 weights for CIFAR-10."""
-    return nn.Sequential(
-        nn.Conv2d(shape[0], 16, 3, stride=2, padding=1), nn.Tanh(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.Tanh(),
-        nn.AvgPool2d(4), nn.Flatten(), nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, classes),
-    )  # fmt: skip
-
-
 DIGITS = "sampling.expected_batch_size=512 sampling.steps=113"
 
 
@@ -56,50 +47,21 @@ def epsilons(*values: float) -> dict[str, str]:
     return {f"ε = {value:g}": f"privacy.epsilon={value:g}" for value in values}
 
 
-def fixed(value: float) -> str:
-    return f"clip_norm=fixed clip_norm.value={value:g}"
-
-
-def adaptive(initial: float = 1.0, quantile: float = 0.5, rate: float = 0.2, of: str = "clip_norm") -> str:
-    return f"{of}=adaptive {of}.initial={initial:g} {of}.target_quantile={quantile:g} {of}.learning_rate={rate:g}"
-
-
-def transfer(private: str, public: str) -> Comparison:
-    """Pretrained for three epochs, or not."""
-    return Comparison(
-        f"experiment=transfer data={private} data.root=DATA/{private}",
-        {
-            "from scratch": "model.weights=null",
-            "pretrained, head tuned": "model.weights=WEIGHTS fine_tuning=head",
-            "pretrained, all tuned": "model.weights=WEIGHTS",
-        },
-        epsilons(0.5, 1, 2, 8),
-        first=f"experiment=transfer data={public} data.root=DATA/{public} privacy.enabled=false model.weights=null "
-        "sampling.steps=350 optimizer.lr=0.05",
-    )
+def adaptive(initial: float = 1.0, quantile: float = 0.5, rate: float = 0.2) -> str:
+    of = f"clip_norm.target_quantile={quantile:g} clip_norm.learning_rate={rate:g}"
+    return f"clip_norm=adaptive clip_norm.initial={initial:g} {of}"
 
 
 COMPARISONS = {
     "adaptive": Comparison(
         DIGITS,
-        {f"fixed {value:g}": fixed(value) for value in (0.1, 0.3, 1, 3)}
+        {f"fixed {value:g}": f"clip_norm=fixed clip_norm.value={value:g}" for value in (0.1, 0.3, 1, 3)}
         | {f"adaptive from {value:g}": adaptive(value) for value in (0.01, 1, 100)}
         | {
             "adaptive from 1, quantile 0.1": adaptive(quantile=0.1),
             "adaptive from 100, rate 0.5, quantile 0.1": adaptive(100, 0.1, 0.5),
         },
         rates=(0.02, 0.04, 0.08, 0.1, 0.2, 0.4),
-    ),
-    "adaptive_adam": Comparison(
-        f"{DIGITS} optimizer=adam",
-        {"fixed 1": fixed(1)} | {f"adaptive from {value:g}": adaptive(value) for value in (0.01, 1, 100)},
-        rates=(0.003, 0.01, 0.03),
-    ),
-    "augment": Comparison(
-        "data=cifar10 data.root=DATA/cifar10 model._target_=comparisons.small privacy.epsilon=8 "
-        "sampling.expected_batch_size=512 sampling.steps=200 trainer.max_physical_batch_size=64",
-        {"no augmentation": ""}
-        | {f"{views} views": f"augment=flip_crop augment.multiplicity={views}" for views in (1, 4, 16)},
     ),
     "banded": Comparison(
         "experiment=mnist_scattering data.root=DATA/mnist sampling.expected_batch_size=512 sampling.epochs=10",
@@ -113,98 +75,72 @@ COMPARISONS = {
         epsilons(3, 8),
         (0.25, 0.5, 1.0),
     ),
-    "joint": Comparison(
-        f"{DIGITS} privacy.epsilon=2",
+    "transfer_mnist": Comparison(
+        "experiment=transfer data=fashion_mnist data.root=DATA/fashion_mnist",
         {
-            "separate, S in all 1": "mechanism=separate clip_norm=uniform",
-            "separate, learnt": f"mechanism=separate {adaptive()}",
-            "joint, by dimension": "mechanism=joint alpha=dimension",
-            "joint, learnt": f"mechanism=joint {adaptive(of='alpha')}",
-            "joint, learnt, quantile 0.2": f"mechanism=joint {adaptive(quantile=0.2, of='alpha')}",
+            "from scratch": "model.weights=null",
+            "pretrained, head tuned": "model.weights=WEIGHTS fine_tuning=head",
+            "pretrained, all tuned": "model.weights=WEIGHTS",
         },
-        {
-            f"{model}, {group}": f"model={model} group={group}"
-            for model in ("cnn", "mlp")
-            for group in ("flat", "per_layer")
-        },
-        (0.05, 0.1, 0.2, 0.4),
+        epsilons(0.5, 1, 2, 8),
+        first="experiment=transfer data=mnist data.root=DATA/mnist privacy.enabled=false model.weights=null "
+        "sampling.steps=350 optimizer.lr=0.05",
     ),
-    "metrics": Comparison(
-        DIGITS,
-        {
-            "nothing": "",
-            "loss and accuracy, 1 % each": "private_metrics=train private_metrics.release.train_loss.every_n_rounds=1 "
-            "private_metrics.release.train_accuracy.every_n_rounds=1",
-        },
-        epsilons(3),
-        (0.2,),
-    ),
-    "transfer_fashion_mnist": transfer("fashion_mnist", "mnist"),
-    "transfer_mnist": transfer("mnist", "fashion_mnist"),
 }
 
 
-def job(folder: Path, *overrides: str) -> dict[str, Any]:
+def job(folder: Path, *overrides: str) -> Result:
     """The result of `python -m dpexp`, which leaves its files in a folder."""
     aside = ("tracking=none", "trainer.num_evaluations=0", "trainer.threads=1", f"hydra.run.dir={folder}")
-    here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    subprocess.run(
-        [sys.executable, "-m", "dpexp", *overrides, *aside], check=True, stdout=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": here},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "dpexp", *overrides, *aside]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads((folder / "result.json").read_text())
 
 
-def run(name: str, comparison: Comparison, data: str, seeds: int, given: list[str]) -> list[dict[str, Any]]:
+def reached(comparison: Comparison, which: Result, data: str, folder: Path) -> Result:
+    """What the job of a cell, a rate and a seed reaches."""
+    words = f"{comparison.common} {comparison.rows[which['row']]} {comparison.columns[which['column']]}"
+    words = f"{words} seed={which['seed']}".replace("DATA", data)
+    if which["rate"]:
+        words += f" optimizer.lr={which['rate']:g}"
+    if "WEIGHTS" in words:
+        weights = folder / "first" / "weights.safetensors"
+        if not weights.exists():
+            job(weights.parent, *comparison.first.replace("DATA", data).split())
+        words = words.replace("WEIGHTS", str(weights))
+    found = job(Path(tempfile.mkdtemp(dir=folder)), *words.split(), *which["given"])
+    accuracy, epsilon = found["metrics"]["test_accuracy"], found["epsilon"]["pld"]
+    return {"accuracy": accuracy, "epsilon": epsilon, "seconds": found["seconds"] / found["rounds"]}
+
+
+def run(name: str, comparison: Comparison, data: str, seeds: int, given: list[str]) -> list[Result]:
     """What each job of a comparison reached, those of earlier calls with the same overrides too."""
-    FOUND.parent.mkdir(exist_ok=True)
-    FOUND.touch()
-    known = [json.loads(line) for line in FOUND.read_text().splitlines()]
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        weights = Path(folder) / "first" / "weights.safetensors"
-        for row, column, rate, seed in (
-            (row, column, rate, seed)
-            for row in comparison.rows
-            for column in comparison.columns
-            for rate in comparison.rates or (None,)
-            for seed in range(seeds)
-        ):
-            which = {"name": name, "row": row, "column": column, "rate": rate, "seed": seed, "given": given}
-            results += (found := [one for one in known if which.items() <= one.items()])
-            if found:
-                continue
-            words = f"{comparison.common} {comparison.rows[row]} {comparison.columns[column]} seed={seed}"
-            words += f" optimizer.lr={rate:g}" if rate else ""
-            if "WEIGHTS" in words and not weights.exists():
-                job(weights.parent, *comparison.first.replace("DATA", data).split())
-            overrides = words.replace("DATA", data).replace("WEIGHTS", str(weights)).split()
-            found = job(Path(folder) / f"job{len(results)}", *overrides, *given)
-            reached = {"accuracy": found["metrics"]["test_accuracy"], "epsilon": found["epsilon"]["pld"]}
-            results.append(which | reached | {"seconds": found["seconds"] / found["rounds"]})
-            with FOUND.open("a") as file:
-                file.write(json.dumps(results[-1]) + "\n")
+        for row, column in product(comparison.rows, comparison.columns):
+            for rate, seed in product(comparison.rates or (None,), range(seeds)):
+                which = {"name": name, "row": row, "column": column, "rate": rate, "seed": seed, "given": given}
+                results.append(kept(FOUND, which, partial(reached, comparison, which, data, Path(folder))))
     return results
 
 
-def cell(results: list[dict[str, Any]]) -> str:
+def cell(results: list[Result]) -> str:
     """Of the learning rate with the best mean: accuracy, ε and seconds a round."""
-    by_rate = {one["rate"]: [other for other in results if other["rate"] == one["rate"]] for one in results}
-    best = max(by_rate.values(), key=lambda some: statistics.mean(one["accuracy"] for one in some))
-    accuracies = [100 * one["accuracy"] for one in best]
-    spread = f" ± {statistics.stdev(accuracies):.1f}" if len(best) > 1 else ""
+    by_rate = [[one for one in results if one["rate"] == rate] for rate in {one["rate"] for one in results}]
+    best = max(by_rate, key=lambda some: statistics.mean(one["accuracy"] for one in some))
+    accuracy = spread(100 * one["accuracy"] for one in best)
     rate = f" (rate {best[0]['rate']:g})" if best[0]["rate"] else ""
     spent, seconds = max(one["epsilon"] for one in best), statistics.median(one["seconds"] for one in best)
-    return f"{statistics.mean(accuracies):.1f}{spread} %{rate}, ε {spent:.4f}, {seconds:.2f} s"
+    return f"{accuracy} %{rate}, ε {spent:.4f}, {seconds:.2f} s"
 
 
-def table(name: str, comparison: Comparison, results: list[dict[str, Any]]) -> str:
-    columns = comparison.columns
-    lines = [f"| {name} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+def shown(name: str, comparison: Comparison, results: list[Result]) -> str:
+    rows = []
     for row in comparison.rows:
-        cells = [cell([one for one in results if (one["row"], one["column"]) == (row, column)]) for column in columns]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        of_row = [one for one in results if one["row"] == row]
+        cells = [cell([one for one in of_row if one["column"] == column]) for column in comparison.columns]
+        rows.append((row, *cells))
+    return table((name, *comparison.columns), rows)
 
 
 if __name__ == "__main__":
@@ -213,6 +149,6 @@ if __name__ == "__main__":
             seeds = next((int(word) for word in rest if word.isdigit()), 1)
             overrides = [word for word in rest if not word.isdigit()]
             found = run(name, COMPARISONS[name], str(Path(data).resolve()), seeds, overrides)
-            print(table(name, COMPARISONS[name], found))
+            print(shown(name, COMPARISONS[name], found))
         case _:
             sys.exit(f"{__doc__}\nNAME is among {', '.join(COMPARISONS)}.")

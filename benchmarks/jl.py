@@ -14,6 +14,7 @@ import math
 import numpy as np
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as pld
+from report import head, row
 from scipy.stats import chi2
 
 from dpexp import Poisson, Target, make_plan
@@ -60,17 +61,14 @@ def _mixture(pmfs: list, weights: np.ndarray) -> pld_pmf.DensePLDPmf:
 
 
 def main() -> None:
-    z = make_plan(
-        mlp((1, 8, 8), 10),
-        n=N,
-        sampling=Poisson(sampling_rate=Q, steps=ROUNDS),
-        target=Target(epsilon=EPSILON, delta=DELTA),
-    ).noise_multiplier
+    sampling = Poisson(sampling_rate=Q, steps=ROUNDS)
+    plan = make_plan(mlp((1, 8, 8), 10), n=N, sampling=sampling, target=Target(epsilon=EPSILON, delta=DELTA))
+    z = plan.noise_multiplier
     print(f"{ROUNDS} rounds at q = {Q:.4f}, z = {z:.4f}; exact norms: ε = {EPSILON:g} at δ = {DELTA:g}")
-    print("| r | ε |\n|---|---|")
+    print(head("r", "ε"))
     for r in (*PROJECTIONS, EXACT):
         spent = epsilon_of_estimates(z, r)
-        print(f"| {r} | {f'{spent:.3f}' if spent < MOST else f'above {MOST:g}'} |", flush=True)
+        print(row(r, f"{spent:.3f}" if spent < MOST else f"above {MOST:g}"), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,19 @@ learning rate of each way, in `Task.ways`, were found on seeds from 1000, which 
 and 0.25 to 16 times the rate of `optimizer.lr=auto`.
 """
 
-import json
 import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from report import Result, kept, paired, row
 from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -81,22 +81,23 @@ def adult(root: Path) -> tuple[Records, Records, Records]:
     generator = torch.Generator().manual_seed(5)
     columns = []
     for values in COLUMNS.values():
-        if isinstance(values, tuple):
-            columns.append(F.one_hot(torch.randint(len(values), (512,), generator=generator), len(values)).float())
-        else:
-            columns.append(torch.rand(512, 1, generator=generator))
+        kinds = len(values) if isinstance(values, tuple) else 0
+        drawn = torch.randint(kinds, (512,), generator=generator) if kinds else torch.rand(512, 1, generator=generator)
+        columns.append(F.one_hot(drawn, kinds).float() if kinds else drawn)
     data = Adult(root / "adult")
     return data.train.tensors, data.test.tensors, (torch.cat(columns, 1), torch.randint(2, (512,), generator=generator))
 
 
 @cache
 def mnist(root: Path) -> tuple[Records, Records, Records]:
+    """The public ones are Fashion-MNIST's."""
     data = Mnist(root / "mnist")
     return data.train.tensors, data.test.tensors, some(FashionMnist(root / "fashion_mnist").train.tensors)
 
 
 @cache
 def fashion(root: Path) -> tuple[Records, Records, Records]:
+    """The public ones are MNIST's."""
     data = FashionMnist(root / "fashion_mnist")
     return data.train.tensors, data.test.tensors, some(Mnist(root / "mnist").train.tensors)
 
@@ -231,42 +232,34 @@ TASKS = {
 }  # fmt: skip
 
 
-def run(name: str, root: Path) -> list[dict[str, Any]]:
+def run(name: str, root: Path) -> list[Result]:
     """What each training of a task reached, those of earlier calls too."""
-    FOUND.parent.mkdir(exist_ok=True)
-    FOUND.touch()
-    known, task = [json.loads(line) for line in FOUND.read_text().splitlines()], TASKS[name]
-    results = []
+    task, results = TASKS[name], []
     for way, (multiple, rate) in task.ways.items():
         for seed in range(task.seeds):
             which = {"task": name, "way": way, "multiple": multiple, "rate": rate, "seed": seed}
-            found = next((one for one in known if which.items() <= one.items()), None)
-            if found is None:
-                found = which | train(task, root, way, multiple, rate, seed)
-                with FOUND.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
-            results.append(found)
+            results.append(kept(FOUND, which, partial(train, task, root, way, multiple, rate, seed)))
     return results
 
 
-def differences(results: list[dict[str, Any]], way: str, what: str) -> tuple[float, float, float]:
+def differences(results: list[Result], way: str, what: str) -> tuple[float, float, float]:
     """Mean, standard error and p-value of the paired differences from separate clipping of one group."""
-    own, base = ({one["seed"]: one[what] for one in results if one["way"] == each} for each in (way, SEPARATE))
-    paired = [own[seed] - base[seed] for seed in own]
-    mean, error = statistics.mean(paired), statistics.stdev(paired) / math.sqrt(len(paired))
-    return mean, error, 2 * student.sf(abs(mean) / error, len(paired) - 1)
+    own, base = ([one[what] for one in results if one["way"] == each] for each in (way, SEPARATE))
+    mean, error, number = paired(own, base)
+    return mean, error, 2 * student.sf(abs(mean) / error, number - 1)
 
 
-def table(task: Task, results: list[dict[str, Any]]) -> str:
+def shown(task: Task, results: list[Result]) -> str:
     accuracies = [one["accuracy"] for one in results if one["way"] == SEPARATE]
     lines = [f"{task.title}, {task.seeds} seeds: {SEPARATE} {statistics.mean(accuracies):.2f} %"]
     for way in list(task.ways)[1:]:
-        (mean, error, p), (loss, of_loss, _) = (differences(results, way, what) for what in ("accuracy", "loss"))
-        lines.append(f"| {way} | {mean:+.2f} ± {error:.2f} | p = {p:.2g} | loss {loss:+.4f} ± {of_loss:.4f} |")
+        mean, error, p = differences(results, way, "accuracy")
+        loss, of_loss, _ = differences(results, way, "loss")
+        lines.append(row(way, f"{mean:+.2f} ± {error:.2f}", f"p = {p:.2g}", f"loss {loss:+.4f} ± {of_loss:.4f}"))
     return "\n".join(lines)
 
 
-def draw(found: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(found: Mapping[str, list[Result]], path: Path) -> None:
     """Paired differences with 95 % intervals."""
     ways = list(dict.fromkeys(way for name in found for way in TASKS[name].ways if way != SEPARATE))
     figure = Figure(figsize=(2.4 * len(found) + 1.5, 3.4), layout="constrained")
@@ -292,7 +285,7 @@ if __name__ == "__main__":
         case [data, *names] if TASKS.keys() >= set(names):
             found = {name: run(name, Path(data).resolve()) for name in names or TASKS}
             for name, results in found.items():
-                print(table(TASKS[name], results))
+                print(shown(TASKS[name], results))
             draw(found, Path("docs/joint.png"))
         case _:
             sys.exit(f"{__doc__}\nTASKs are {', '.join(TASKS)}.")

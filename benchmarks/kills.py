@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from quiet import quiet, trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
@@ -97,13 +97,9 @@ def train(folder: Path) -> None:
         module, n=N, sampling=Poisson(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
     )
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Before(), privacy, witness],
-    )  # fmt: skip
     data = DataLoader(TensorDataset(torch.randn(N, 2), torch.zeros(N)))
-    resumed = witness.checkpoint if witness.checkpoint.exists() else None
-    trainer.fit(module, data, ckpt_path=resumed, weights_only=False if resumed else None)
+    resumed = {"ckpt_path": witness.checkpoint, "weights_only": False} if witness.checkpoint.exists() else {}
+    trainer(Before(), privacy, witness).fit(module, data, **resumed)
 
 
 # Where a process kills itself: before or after a call, or with half of its bytes written.
@@ -146,19 +142,25 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def around(name: str, owner: Any, call: str, latest: int = 8, resumed: bool = False, half: bool = False) -> list[Point]:
+    """Before and after a call, and half-way through if its bytes can be halved."""
+    whens = ("before", "half-way through", "after") if half else ("before", "after")
+    return [Point(name, owner, call, when, latest, resumed) for when in whens]
+
+
 POINTS = [
-    *(Point("the draw", LedgerWriter, "sample", when) for when in ("before", "after")),
-    *(Point("the clipped sum", Before, "on_before_optimizer_step", when) for when in ("before", "after")),
-    *(Point("the commit", LedgerWriter, "commit", when) for when in ("before", "after")),
-    *(Point("the write", os, "write", when) for when in ("before", "half-way through", "after")),
-    *(Point("its first write", os, "write", when, 1) for when in ("before", "half-way through", "after")),
-    *(Point("the preprocessing", Seen, "fit", when, 1) for when in ("before", "after")),
-    *(Point("the release", Witness, "on_before_optimizer_step", when) for when in ("before", "after")),
-    *(Point("the step", Witness, "on_train_batch_end", when) for when in ("before", "after")),
-    *(Point("the checkpoint", os, "replace", when, 3) for when in ("before", "after")),
-    *(Point("fsync", os, "fsync", when, 3) for when in ("before", "after")),
-    *(Point("resumption", os, "ftruncate", when, 1, True) for when in ("before", "after")),
-    *(Point("the closing line", LedgerWriter, "close", when, 1) for when in ("before", "after")),
+    *around("the draw", LedgerWriter, "sample"),
+    *around("the clipped sum", Before, "on_before_optimizer_step"),
+    *around("the commit", LedgerWriter, "commit"),
+    *around("the write", os, "write", half=True),
+    *around("its first write", os, "write", latest=1, half=True),
+    *around("the preprocessing", Seen, "fit", latest=1),
+    *around("the release", Witness, "on_before_optimizer_step"),
+    *around("the step", Witness, "on_train_batch_end"),
+    *around("the checkpoint", os, "replace", latest=3),
+    *around("fsync", os, "fsync", latest=3),
+    *around("resumption", os, "ftruncate", latest=1, resumed=True),
+    *around("the closing line", LedgerWriter, "close", latest=1),
 ]
 
 
@@ -224,7 +226,7 @@ class Findings:
     kills: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
     surplus: Counter[int] = field(default_factory=Counter)
-    fewer: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     finished: int = 0
 
 
@@ -254,15 +256,13 @@ def kill(times: int, folder: Path, prepare: Callable[[], None] = lambda: None, s
             rounds, released = run.counted()
         except ConfigError as error:
             rounds, released = -1, 0
-            found.fewer.append(f"killed {name}: {error}")
+            found.wrong.append(f"killed {name}: {error}")
         if killed:
             found.kills[name] += 1
             found.resumed += resumed
             found.surplus[rounds - released] += 1
-        if 0 <= rounds < released:
-            found.fewer.append(f"killed {name}: {released} releases, {rounds} rounds in {run.folder / 'ledger.jsonl'}")
-        if rounds > released + run.kills:
-            found.fewer.append(f"killed {name}: {rounds} rounds of {released} releases after {run.kills} kills")
+        if rounds >= 0 and not released <= rounds <= released + run.kills:
+            found.wrong.append(f"killed {name}: {released} releases, {rounds} rounds after {run.kills} kills")
         found.finished += not killed
         if not killed or not run.resumable:
             run = Run(folder / str(runs))
@@ -279,17 +279,14 @@ def main(times: int, late: bool) -> bool:
     print(f"{found.kills.total():5} kills, {found.resumed} of them of resumed runs; {found.finished} runs finished")
     for surplus, count in sorted(found.surplus.items()):
         print(f"{count:5} ledgers with {surplus:+d} rounds beside the releases seen")
-    for failure in found.fewer:
+    for failure in found.wrong:
         print(f"FAILED {failure}")
-    print(f"{len(found.fewer)} ledgers failed")
-    return not found.fewer
+    print(f"{len(found.wrong)} ledgers failed")
+    return not found.wrong
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    import logging
-
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    sys.exit(0 if main(int(sys.argv[1]) if len(sys.argv) > 1 else 300, "late" in sys.argv) else 1)
+    quiet()
+    times = next((int(word) for word in sys.argv[1:] if word.isdigit()), 300)
+    sys.exit(not main(times, "late" in sys.argv))

@@ -8,17 +8,15 @@ operators, too. On a CPU norms of large chunks are taken a few records at a time
 is without that.
 """
 
-import argparse
 import collections
-import logging
 import tempfile
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import pytorch_lightning as pl
 import torch
+from quiet import quiet, trainer
+from report import head, parser, row
 from step import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -73,12 +71,8 @@ def private(work):
         ledger = Path(folder) / "ledger.jsonl"
         callback = dpexp.PrivacyCallback(plan, ledger, max_physical_batch_size=2 * work.batch, compile=False)
         callback.options = replace(callback.options, dry_run_only=True)
-        trainer = pl.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False,
-            enable_progress_bar=False, callbacks=[callback], max_epochs=-1,
-        )  # fmt: skip
         try:
-            trainer.fit(module, DataLoader(records, batch_size=work.batch))
+            trainer(callback).fit(module, DataLoader(records, batch_size=work.batch))
         except DryRunDone as done:
             step = done.step
     if step.mode != "traced":
@@ -92,22 +86,18 @@ def private(work):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}")
-    names = parser.parse_args().workloads or [name for name in WORKLOADS if name != "wide"]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    print("| model | plain | private | over plain | as on a GPU |\n| --- | --- | --- | --- | --- |")
+    options = parser(__doc__)
+    options.add_argument("workloads", nargs="*", default=[*WORKLOADS], help=f"of {', '.join(WORKLOADS)}")
+    names = options.parse_args().workloads
+    quiet()
+    print(head("model", "plain", "private", "over plain", "as on a GPU"))
     for name in names:
         work = WORKLOADS[name]
         usual, counted = plain(work), private(work)
         with patch.object(norms, "_CACHED", 2**62):
             at_once = private(work)
-        if isinstance(counted, str):
-            print(f"| {work.title} | {usual} | {counted} | | |", flush=True)
-        else:
-            print(f"| {work.title} | {usual} | {counted} | {counted / usual:.2f} | {at_once / usual:.2f} |", flush=True)
+        ratios = ("", "") if isinstance(counted, str) else (f"{counted / usual:.2f}", f"{at_once / usual:.2f}")
+        print(row(work.title, usual, counted, *ratios), flush=True)
 
 
 if __name__ == "__main__":

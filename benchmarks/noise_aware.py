@@ -11,20 +11,21 @@ g), on a fifth of the training records, at most 10 000, with seeds from 1000: by
 units of the median norm of a gradient at the initial weights.
 """
 
-import math
 import re
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+from joint import noise_multiplier
+from report import head, paired, row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import dpexp
 from dpexp.training.data.datasets import CHARACTERS, Adult, FashionMnist
 
 # The model's widths, expected batch size, rounds, ε and seeds; and of each optimizer lr, S and r or g.
@@ -63,14 +64,6 @@ def records(task: str, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
     return (x[:cut], y[:cut]), (x[cut:], y[cut:])
 
 
-@cache
-def noise_multiplier(n: int, size: int, rounds: int, epsilon: float) -> float:
-    """z, at the largest power of ten below 1/n as δ."""
-    target = dpexp.Target(epsilon=epsilon, delta=10.0 ** -math.ceil(math.log10(n + 1)))
-    sampling = dpexp.Poisson(expected_batch_size=size, steps=rounds)
-    return dpexp.make_plan(nn.Linear(1, 1), n=n, sampling=sampling, target=target).noise_multiplier
-
-
 def scores(weights: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Class scores of a tanh network whose weights [out, in + 1] include biases; each layer's inputs [B, in + 1]."""
     inputs = []
@@ -91,6 +84,35 @@ def factors(weights: list[Tensor], x: Tensor, y: Tensor) -> list[tuple[Tensor, T
     return found[::-1]
 
 
+class Layer:
+    """A layer's weights, and the optimizer that `how` names.
+
+    Args:
+        lr, third: the learning rate, and r or g.
+        variance: of the noise of an average; first: the scale of all coordinates in the first round.
+    """
+
+    def __init__(self, how: str, weight: Tensor, lr: float, third: float, variance: float, first: float) -> None:
+        self.how, self.weight, self.lr, self.third, self.variance, self.first = how, weight, lr, third, variance, first
+        self.m, self.v, self.t = torch.zeros_like(weight), torch.zeros_like(weight), 0
+        self.scale = torch.full_like(weight, first)
+
+    def step(self, gradient: Tensor) -> None:
+        self.t += 1
+        self.m.lerp_(gradient, 1 - BETA1)
+        self.v.lerp_(gradient**2, 1 - BETA2)
+        mean, square = self.m / (1 - BETA1**self.t), self.v / (1 - BETA2**self.t)
+        if self.how == "sgd":
+            change = self.m
+        elif self.how == "adam_bc":
+            change = mean / (square - self.variance).clamp(min=self.third * self.variance).sqrt()
+        else:
+            change = mean / (square.sqrt() + 1e-8)
+        self.weight.sub_(self.lr * change)
+        if self.how == "scale":
+            self.scale = square.sqrt() + self.first
+
+
 def train(task: str, root: Path, how: str, seed: int) -> tuple[float, float]:
     """Test accuracy in % and test loss."""
     widths, size, rounds, epsilon, _, settings = TASKS[task]
@@ -102,49 +124,41 @@ def train(task: str, root: Path, how: str, seed: int) -> tuple[float, float]:
     weights = [torch.cat([layer.weight, layer.bias[:, None]], 1).detach() for layer in layers]
     generator = torch.Generator().manual_seed(seed + 500_000)
     squares = sum((g.norm(dim=1) * h.norm(dim=1)) ** 2 for g, h in factors(weights, x[:512].float(), y[:512]))
-    S, scales = multiple * squares.sqrt().median().item(), [torch.ones(1)] * len(weights)
+    S, first = multiple * squares.sqrt().median().item(), 1.0
     if how == "scale":
-        first = S * z / (third * size)
-        S, scales = third * size / z, [torch.full_like(weight, first) for weight in weights]
-    m, v = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
-    variance = (z * S / size) ** 2
-    for t in range(1, rounds + 1):
+        S, first = third * size / z, S * z / (third * size)
+    own = [Layer(how, weight, lr, third, (z * S / size) ** 2, first) for weight in weights]
+    for _ in range(rounds):
         sample = (torch.rand(n, generator=generator) < size / n).nonzero()[:, 0]
         found = factors(weights, x[sample].float(), y[sample])
-        squares = sum(
-            ((g**2 @ (scale**-2).expand_as(weight)) * h**2).sum(1)
-            for (g, h), scale, weight in zip(found, scales, weights, strict=True)
-        )
+        squares = sum(((g**2 @ one.scale**-2) * h**2).sum(1) for (g, h), one in zip(found, own, strict=True))
         c = (S / squares.sqrt().clamp(min=1e-30)).clamp(max=1)
-        for k, ((g, h), weight) in enumerate(zip(found, weights, strict=True)):
-            noise = scales[k] * z * S * torch.randn(weight.shape, generator=generator)
-            gradient = ((g * c[:, None]).T @ h + noise) / size
-            m[k].lerp_(gradient, 1 - BETA1)
-            v[k].lerp_(gradient**2, 1 - BETA2)
-            mean, square = m[k] / (1 - BETA1**t), v[k] / (1 - BETA2**t)
-            if how == "sgd":
-                weight.sub_(lr * m[k])
-            elif how == "adam_bc":
-                weight.sub_(lr * mean / (square - variance).clamp(min=third * variance).sqrt())
-            else:
-                weight.sub_(lr * mean / (square.sqrt() + 1e-8))
-            if how == "scale":
-                scales[k] = square.sqrt() + first
+        for (g, h), one in zip(found, own, strict=True):
+            noise = one.scale * z * S * torch.randn(one.weight.shape, generator=generator)
+            one.step(((g * c[:, None]).T @ h + noise) / size)
     out = torch.cat([scores(weights, part.float())[0] for part in test_x.split(5000)])
     return 100 * (out.argmax(1) == test_y).float().mean().item(), F.cross_entropy(out, test_y).item()
 
 
-def difference(own: list[float], other: list[float]) -> str:
-    paired = [a - b for a, b in zip(own, other, strict=True)]
-    return f"{statistics.mean(paired):+.3f} ± {statistics.stdev(paired) / math.sqrt(len(paired)):.3f}"
+def shown(task: str, found: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
+    """Rows: the mean accuracy and loss of each optimizer, and how far they are from those of `sgd` and `adam`."""
+    for how, results in found.items():
+        for k, what in enumerate(("accuracy", "loss")):
+            own, cells = [result[k] for result in results], []
+            for base in ("sgd", "adam"):
+                mean, error, _ = paired(own, [result[k] for result in found[base]])
+                cells.append(f"{mean:+.3f} ± {error:.3f}")
+            yield row(task, how, what, f"{statistics.mean(own):.3f}", *cells)
+
+
+def main(data: str, *tasks: str) -> None:
+    print(head("task", "optimizer", "", "mean", "less sgd's", "less adam's"))
+    for task in tasks or TASKS:
+        *_, seeds, settings = TASKS[task]
+        found = {how: [train(task, Path(data), how, seed) for seed in range(seeds)] for how in settings}
+        for line in shown(task, found):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
-    for task in sys.argv[2:] or TASKS:
-        *_, seeds, settings = TASKS[task]
-        found = {how: [train(task, Path(sys.argv[1]), how, seed) for seed in range(seeds)] for how in settings}
-        for how, results in found.items():
-            for what, own in zip(("accuracy", "loss"), zip(*results, strict=True), strict=True):
-                others = [list(zip(*found[base], strict=True))[what == "loss"] for base in ("sgd", "adam")]
-                told = " | ".join(difference(own, other) for other in others)
-                print(f"| {task} | {how} | {what} | {statistics.mean(own):.3f} | {told} |", flush=True)
+    main(*sys.argv[1:])

@@ -9,20 +9,21 @@ process of its own on one core, one after another, the libraries in turn (A B C 
 a run there keeps the row that the page has.
 """
 
-import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 
+from report import Result, cells_of, kept, parser, passage, read, spread, table, write
+
 PEERS = Path(__file__).with_suffix("")
-PAGE = PEERS.parent.parent / "docs" / "peers.md"
+MARKS = "peers.md", "<!-- made -->", "<!-- end -->"
 WORKS = {"cnn": "CNN", "mlp": "MLP"}
 SCRIPTS = {
     "dpexp, YAML": "experiment/peers.yaml",
@@ -35,64 +36,50 @@ SCRIPTS = {
     "Opake": "with_opake.py",
     "pfl": "with_pfl.py",
 }
+OTHERS = {"fastdp": "fastDP", "jax": "JAX Privacy", "tf": "TensorFlow Privacy", "opake": "Opake", "pfl": "pfl"}
 SHUFFLED = ("fastDP", "TensorFlow Privacy", "pfl")
 OF_WORK = ("accuracy, % (runs)", "ms a round; s; MiB")
 HEAD = ["", "z; ε, said; ε, PLD", *(f"{title}: {what}" for title in WORKS.values() for what in OF_WORK), "lines"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="folder of MNIST's files")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    for name in ("fastdp", "jax", "tf", "opake", "pfl"):
-        parser.add_argument(f"--{name}", help="an interpreter that has it")
-    parser.add_argument("--results", default="outputs/peers.jsonl")
-    given = parser.parse_args()
-    pythons = dict.fromkeys(SCRIPTS, sys.executable)
-    pythons |= {"fastDP": given.fastdp, "JAX Privacy": given.jax, "TensorFlow Privacy": given.tf}
-    pythons |= {"Opake": given.opake, "pfl": given.pfl}
+    options = parser(__doc__)
+    options.add_argument("data", help="folder of MNIST's files")
+    options.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    for name in OTHERS:
+        options.add_argument(f"--{name}", help="an interpreter that has it")
+    options.add_argument("--results", type=Path, default="outputs/peers.jsonl")
+    given = options.parse_args()
+    pythons = dict.fromkeys(SCRIPTS, sys.executable) | {OTHERS[name]: getattr(given, name) for name in OTHERS}
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    results = Path(given.results)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.touch()
-    for seed in range(given.seeds):
-        for work in WORKS:
-            for name in (name for name, python in pythons.items() if python):
-                which = {"name": name, "work": work, "seed": seed}
-                if any(which.items() <= run.items() for run in read(results)):
-                    continue
-                with tempfile.TemporaryDirectory() as folder:
-                    run = which | trained(name, pythons[name], work, str(seed), folder, given.data)
-                print(run, flush=True)
-                with results.open("a") as file:
-                    file.write(json.dumps(run) + "\n")
-    before, made, after = re.split("(?<=<!-- made -->\n)(.*)(?=<!-- end -->)", PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(f"{before}\n{table(read(results), made)}\n{after}")
+    for seed, work, name in product(range(given.seeds), WORKS, SCRIPTS):
+        if pythons[name]:
+            which = {"name": name, "work": work, "seed": seed}
+            print(kept(given.results, which, partial(trained, name, pythons[name], work, str(seed), given.data)))
+    write(of_libraries(read(given.results), passage(*MARKS)), *MARKS)
 
 
-def read(results: Path) -> list[dict]:
-    return [json.loads(line) for line in results.read_text().splitlines()]
-
-
-def trained(name: str, python: str, work: str, seed: str, folder: str, data: str) -> dict:
+def trained(name: str, python: str, work: str, seed: str, data: str) -> Result:
     """What one process found, its seconds from start to end and its peak memory in MiB; or its error."""
     here = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-    arguments = [work, seed, folder, data]
-    subprocess.run([sys.executable, PEERS / "initial.py", *arguments], env=here, check=True)
-    command: Sequence[str | Path] = [python, PEERS / SCRIPTS[name], *arguments]
-    if name == "dpexp, YAML":
-        here["PYTHONPATH"] = os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")])
-        command = [python, "-m", "dpexp", *job(work, seed, folder, data)]
-    stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-    with stdout.open("w") as out, stderr.open("w") as err:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, env=here, stdout=out, stderr=err, cwd=folder)
-        _, status, used = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - began
-    if status:
-        return {"error": [*stderr.read_text().splitlines(), f"exit status {status}"][-2]}
-    found = from_job(Path(folder)) if name == "dpexp, YAML" else json.loads(stdout.read_text().splitlines()[-1])
-    return found | {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}
+    is_job = name == "dpexp, YAML"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [work, seed, folder, data]
+        subprocess.run([sys.executable, PEERS / "initial.py", *arguments], env=here, check=True)
+        command: list[str | Path] = [python, PEERS / SCRIPTS[name], *arguments]
+        if is_job:
+            here["PYTHONPATH"] = os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")])
+            command = [python, "-m", "dpexp", *job(*arguments)]
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        with stdout.open("w") as out, stderr.open("w") as err:
+            began = time.perf_counter()
+            process = subprocess.Popen(command, env=here, stdout=out, stderr=err, cwd=folder)
+            _, status, used = os.wait4(process.pid, 0)
+            seconds = time.perf_counter() - began
+        if status:
+            return {"error": [*stderr.read_text().splitlines(), f"exit status {status}"][-2]}
+        told = from_job(Path(folder)) if is_job else json.loads(stdout.read_text().splitlines()[-1])
+    return told | {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}
 
 
 def job(work: str, seed: str, folder: str, data: str) -> list[str]:
@@ -105,27 +92,27 @@ def job(work: str, seed: str, folder: str, data: str) -> list[str]:
     ]  # fmt: skip
 
 
-def from_job(folder: Path) -> dict:
-    """As `report` says it, from the files that a job of dpexp leaves."""
+def from_job(folder: Path) -> Result:
+    """As `report` of setting.py says it, from the files that a job of dpexp leaves."""
     result, clock = (json.loads((folder / name).read_text()) for name in ("run/result.json", "ticks.json"))
-    found = {"accuracy": result["metrics"]["test_accuracy"], "z": result["noise_multiplier"]}
-    return clock | found | {"epsilon": result["epsilon"]["pld"]}
+    told = {"accuracy": result["metrics"]["test_accuracy"], "z": result["noise_multiplier"]}
+    return clock | told | {"epsilon": result["epsilon"]["pld"]}
 
 
-def table(runs: list[dict], was: str) -> str:
-    """Of `runs`; and of `was`, the table before, for what was not run."""
-    before = [[cell.strip() for cell in line.split("|")[1:-1]] for line in was.splitlines() if line.startswith("|")]
-    kept = {cells[0].partition(" (")[0]: cells for cells in before}
-    rows = [HEAD, ["---"] * len(HEAD)]
+def of_libraries(runs: list[Result], was: str) -> str:
+    """The table of `runs`; and of `was`, the table before, for what was not run."""
+    before = {cells[0].partition(" (")[0]: cells for cells in map(cells_of, was.splitlines())}
+    rows = []
     for name in SCRIPTS:
-        mine = [run for run in runs if run["name"] == name]
-        if row := with_runs(name, mine, kept.get(name, [name] + [""] * (len(HEAD) - 1))):
+        row = before.get(name, [name] + [""] * (len(HEAD) - 1))
+        row = with_runs(name, [run for run in runs if run["name"] == name], row)
+        if any(row[1:]):
             rows.append(row)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return table(HEAD, rows)
 
 
-def with_runs(name: str, runs: list[dict], row: list[str]) -> list[str]:
-    """A library's row with what its runs found; empty if there is nothing."""
+def with_runs(name: str, runs: list[Result], row: list[str]) -> list[str]:
+    """A library's row with what its runs found."""
     done = [run for run in runs if "error" not in run]
     if done:
         z, said = (statistics.median(run[key] for run in done) for key in ("z", "epsilon"))
@@ -135,24 +122,17 @@ def with_runs(name: str, runs: list[dict], row: list[str]) -> list[str]:
     for k, work in enumerate(WORKS):
         if of_work := [run for run in runs if run["work"] == work]:
             row[2 + 2 * k : 4 + 2 * k] = found(of_work)
-    return row if any(row[1:]) else []
+    return row
 
 
-def found(runs: list[dict]) -> list[str]:
+def found(runs: list[Result]) -> list[str]:
     """Accuracy, times and memory of one library on one model."""
-
-    def median(key: str) -> float:
-        return statistics.median(run[key] for run in done)
-
     done = [run for run in runs if "error" not in run]
     if not done:
         return [runs[-1]["error"], ""]
-    percent = [100 * run["accuracy"] for run in done]
-    spread = f" ± {statistics.stdev(percent):.2f}" if len(done) > 1 else ""
-    return [
-        f"{statistics.mean(percent):.2f}{spread} ({len(done)})",
-        f"{1000 * median('round_cpu'):.0f}; {median('cpu'):.0f}; {median('MiB'):.0f}",
-    ]
+    ms, cpu, mib = (statistics.median(run[key] for run in done) for key in ("round_cpu", "cpu", "MiB"))
+    accuracy = spread((100 * run["accuracy"] for run in done), 2)
+    return [f"{accuracy} ({len(done)})", f"{1000 * ms:.0f}; {cpu:.0f}; {mib:.0f}"]
 
 
 def independent_epsilon(z: float, shuffled: bool) -> float:

@@ -1,16 +1,14 @@
 """Writes docs/options.md and docs/commands.md from the YAML of the configuration, its schema, and the commands' help.
 
-    python benchmarks/reference_pages.py           # writes the pages
-    python benchmarks/reference_pages.py --check   # fails if they differ from what it would write
+    python benchmarks/reference_pages.py
 
 Texts are those that `python -m dpexp help` prints: comments in conf/. A key without a comment has that of its class.
 """
 
-import argparse
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -18,13 +16,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.utils import get_object
+from report import DOCS, row, table
 
 from dpexp.accounting.coverage import yaml_name
 from dpexp.accounting.sampling import POLICIES
 from dpexp.commands.command_line import COMMANDS, NO_OPTIONS, _options_of_groups, group_descriptions
 from dpexp.config import CONF, Config
 
-DOCS = Path(__file__).parents[1] / "docs"
 PER_RECORD = ("experiment", "sweep", "hydra/launcher")  # options are whole settings, so that keys are not listed
 NAMED = ("callbacks.", "preprocessing.")  # sections of which there may be several
 MOST_DEFAULTS, MOST_OWNERS = 3, 6  # that a cell lists
@@ -77,17 +75,19 @@ OF_ALL = "the store that has the run"  # said once, above
 
 
 def options_page() -> str:
-    groups = _options_of_groups([CONF])
-    decided = group_descriptions()
-    rows = ["| group | options | what it decides |", "|---|---|---|"]
-    for group, text in sorted(decided.items()):
+    groups, decided = _options_of_groups([CONF]), sorted(group_descriptions().items())
+    rows = []
+    for group, text in decided:
         options = ", ".join(f"`{path.stem}`" for path in groups.get(group, []))
-        rows.append(f"| [`{group}`](#{anchor(group)}) | {options} | {marked(text)} |")
-    parts = [INTRODUCTION, "## Groups", "\n".join(rows), *values()]
-    for group, text in sorted(decided.items()):
+        rows.append((f"[`{group}`](#{anchor(group)})", options, marked(text)))
+    parts = [INTRODUCTION, "## Groups", table(("group", "options", "what it decides"), rows), *values()]
+    for group, text in decided:
         parts.append(f"## {group}\n\n{marked(text)}")
-        if group in groups:
-            parts += list(of_group(group, groups[group]))
+        parts += of_group(group, groups[group]) if group in groups else ()
+    return joined(parts)
+
+
+def joined(parts: list[str]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -103,60 +103,68 @@ def marked(text: str) -> str:
     """A comment as Markdown, with what is code in it as code."""
     parts, last = [], 0
     for match in CODE.finditer(text):
-        parts += [re.sub(r"([*_\[\]<>])", r"\\\1", text[last : match.start()]), f"`{match[0].strip('`')}`"]
+        parts += [escaped(text[last : match.start()]), f"`{match[0].strip('`')}`"]
         last = match.end()
-    return cell("".join([*parts, re.sub(r"([*_\[\]<>])", r"\\\1", text[last:])]))
+    return cell("".join([*parts, escaped(text[last:])]))
+
+
+def escaped(text: str) -> str:
+    return re.sub(r"([*_\[\]<>])", r"\\\1", text)
 
 
 def values() -> Iterator[str]:
     """Tables of the values that belong to no group."""
-    text = (CONF / "config.yaml").read_text().partition("\n\n")[2].partition("\nhydra:")[0]
-    content, comments = yaml.safe_load(text), comments_of(text)
+    content, comments = of_jobs()
     tops = {key: value for key, value in content.items() if not isinstance(value, dict) or key == "schedule"}
     yield "## Values of their own"
-    yield table([row(key, [(None, tops[key])], comments) for key in tops if key not in NO_OPTIONS])
+    yield keys_table(Key(key, [(None, tops[key])], comments) for key in tops if key not in NO_OPTIONS)
     for section in ("privacy", "checkpoint"):
         yield f"## {section}"
-        found = {f"{section}.{key}": value for key, value in content[section].items()}
-        yield table([row(key, [(None, value)], comments) for key, value in found.items()])
+        yield keys_table(Key(f"{section}.{key}", [(None, one)], comments) for key, one in content[section].items())
+
+
+def of_jobs() -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of conf/config.yaml, and their comments."""
+    text = (CONF / "config.yaml").read_text().partition("\n\n")[2].partition("\nhydra:")[0]
+    return yaml.safe_load(text), comments_of(text)
 
 
 def of_group(group: str, paths: list[Path]) -> Iterator[str]:
     """A table of the group's options, and one of the keys that they have."""
     default = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-    lines = []
+    rows = []
     for path in paths:
         is_default = {group: path.stem} in default or {f"override {group}": path.stem} in default
-        first = [line.removeprefix("#").strip() for line in leading(path.read_text())]
-        lines.append(f"| `{path.stem}`{' (default)' if is_default else ''} | {marked(' '.join(first))} |")
-    yield f"| `{group}` | |\n|---|---|\n" + "\n".join(lines)
-    if group in PER_RECORD:
-        return
-    section, found, comments, targets = (
-        group.replace("/", "."),
-        {},
-        {},
-        {},
-    )  # comments: key -> option -> comment
-    for path in paths:
-        text = path.read_text()
-        content = yaml.safe_load(text) or {}
-        is_global = "@package _global_" in text
-        for key, value in flat(content if is_global else {section: content}, targets):
-            if is_global and not key.startswith(f"{section}."):
-                continue
-            found.setdefault(key, []).append((path.stem, value))
-        for key, comment in comments_of(text).items():
-            comments.setdefault(key if is_global else f"{section}.{key}", {})[path.stem] = comment
-    if group == "data":
-        text = (CONF / "config.yaml").read_text().partition("\n\n")[2]
-        comments |= {key: {"": comment} for key, comment in comments_of(text).items()}
-        found |= {f"data.{key}": [(None, value)] for key, value in yaml.safe_load(text)["data"].items()}
-    rows = [row(key, defaults, comments, len(paths), targets) for key, defaults in found.items()]
-    if rows:
-        yield table(rows)
+        first = " ".join(line.removeprefix("#").strip() for line in leading(path.read_text()))
+        rows.append((f"`{path.stem}` (default)" if is_default else f"`{path.stem}`", marked(first)))
+    yield "\n".join([f"| `{group}` | |", "|---|---|", *(row(*cells) for cells in rows)])
+    if group not in PER_RECORD:
+        keys = keys_of(group, paths)
+        if keys:
+            yield keys_table(keys)
     if group == "sampling":
         yield claims()
+
+
+def keys_of(group: str, paths: list[Path]) -> list["Key"]:
+    section = group.replace("/", ".")
+    found: dict[str, list[tuple[Any, Any]]] = {}  # key -> (option, default)
+    comments: dict[str, Any] = {}  # key -> option -> comment
+    targets: dict[str, list[str]] = {}
+    for path in paths:
+        text = path.read_text()
+        is_global = "@package _global_" in text
+        content, prefix = yaml.safe_load(text) or {}, "" if is_global else f"{section}."
+        for key, value in flat(content if is_global else {section: content}, targets):
+            if key.startswith(f"{section}.") or not is_global:
+                found.setdefault(key, []).append((path.stem, value))
+        for key, comment in comments_of(text).items():
+            comments.setdefault(f"{prefix}{key}", {})[path.stem] = comment
+    if group == "data":
+        content, of_all = of_jobs()
+        comments |= {key: {"": comment} for key, comment in of_all.items()}
+        found |= {f"data.{key}": [(None, value)] for key, value in content["data"].items()}
+    return [Key(key, defaults, comments, len(paths), targets) for key, defaults in found.items()]
 
 
 def claims() -> str:
@@ -168,9 +176,9 @@ def claims() -> str:
             together.setdefault(names, []).append(f"`{adjacency}`")
         for names, adjacencies in together.items():
             bounds = ", ".join(f"`{accountant}`" for accountant in names)
-            rows.append(f"| `{yaml_name(name)}` | {', '.join(adjacencies)} | {bounds} |")
-    head = "The first adjacency of a policy is its default. `accountant=all` takes every accountant of the row."
-    return f"{head}\n\n| `sampling` | `privacy.adjacency` | `accountant` |\n|---|---|---|\n" + "\n".join(rows)
+            rows.append((f"`{yaml_name(name)}`", ", ".join(adjacencies), bounds))
+    said = "The first adjacency of a policy is its default. `accountant=all` takes every accountant of the row."
+    return f"{said}\n\n{table(('`sampling`', '`privacy.adjacency`', '`accountant`'), rows)}"
 
 
 def leading(text: str) -> list[str]:
@@ -213,34 +221,46 @@ def comments_of(text: str) -> dict[str, str]:
     return found
 
 
-def row(
-    key: str,
-    defaults: list[tuple[Any, Any]],
-    comments: dict[str, Any],
-    options: int = 0,
-    targets: dict[str, list[str]] | None = None,
-) -> str:
-    """A row of a table: key, type, default, and what its comments say; of some options alone, with their names."""
-    found = comments.get(key) or documented(key, targets or {})
-    found = found if isinstance(found, dict) else {"": found}
-    owners = [option for option, _ in defaults if option]
-    texts: dict[str, list[str]] = {}
-    for option, text in found.items():
-        texts.setdefault(text, []).append(option)
-    silent = [option for option in owners if option not in found]
-    general = next(iter(texts)) if silent or len(texts) == 1 else None
-    if general is not None:
-        texts[general] = owners
-    parts = []
-    for text, of in texts.items():
-        is_of_all = len(of) >= options or len(of) > MOST_OWNERS or not any(of)
-        is_unnamed = is_of_all or (text == general and len(texts) > 1)
-        parts.append(text if is_unnamed else f"{', '.join(f'`{one}`' for one in of)}: {text}")
-    return f"| `{key}` | {cell(type_of(key, targets or {}))} | {default_of(defaults)} | {marked('; '.join(parts))} |"
+@dataclass
+class Key:
+    """What a user may set.
+
+    Args:
+        defaults: (option, default) of each option of a group; option None: of none.
+        comments: of this key and others: a text, or one for each option.
+        options: how many the group has; targets: the classes of sections.
+    """
+
+    key: str
+    defaults: list[tuple[Any, Any]]
+    comments: dict[str, Any]
+    options: int = 0
+    targets: dict[str, list[str]] = field(default_factory=dict)
+
+    def cells(self) -> tuple[str, ...]:
+        """Key, type, default, and what its comments say."""
+        meaning = marked("; ".join(self.meanings()))
+        return f"`{self.key}`", cell(type_of(self.key, self.targets)), default_of(self.defaults), meaning
+
+    def meanings(self) -> Iterator[str]:
+        """Of some options alone with their names."""
+        found = self.comments.get(self.key) or documented(self.key, self.targets)
+        found = found if isinstance(found, dict) else {"": found}
+        owners = [option for option, _ in self.defaults if option]
+        texts: dict[str, list[str]] = {}
+        for option, text in found.items():
+            texts.setdefault(text, []).append(option)
+        general = next(iter(texts)) if len(texts) == 1 or {*owners} - {*found} else None
+        if general is not None:
+            texts[general] = owners
+        for text, of in texts.items():
+            is_of_all = len(of) >= self.options or len(of) > MOST_OWNERS or not any(of)
+            is_unnamed = is_of_all or (text == general and len(texts) > 1)
+            yield text if is_unnamed else f"{', '.join(f'`{one}`' for one in of)}: {text}"
 
 
-def table(rows: list[str]) -> str:
-    return "| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
+def keys_table(keys: Iterable[Key]) -> str:
+    return table(("key", "type", "default", "meaning"), (key.cells() for key in keys))
 
 
 def default_of(defaults: list[tuple[Any, Any]]) -> str:
@@ -318,18 +338,13 @@ def commands_page() -> str:
     for name, text in COMMANDS.items():
         usage, *lines = text.splitlines()
         parts.append(f"## {name}\n\n{usage.replace('`python -m dpexp ', '`', 1)}")
-        options = [found for line in lines if (found := re.match(r"^    (\S+)\s{2,}(.*)$", line))]
-        parts.append("\n".join(f"- `{key}`: {marked(of)}" for key, of in map(re.Match.groups, options) if of != OF_ALL))
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+        options = [found.groups() for line in lines if (found := re.match(r"^    (\S+)\s{2,}(.*)$", line))]
+        parts.append("\n".join(f"- `{key}`: {marked(of)}" for key, of in options if of != OF_ALL))
+    return joined([part for part in parts if part])
 
 
 PAGES = {"options.md": options_page, "commands.md": commands_page}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        stale = [name for name, page in PAGES.items() if (DOCS / name).read_text() != page()]
-        raise SystemExit(f"stale: {', '.join(stale)}; run python benchmarks/reference_pages.py" if stale else 0)
     for name, page in PAGES.items():
         (DOCS / name).write_text(page())

@@ -10,6 +10,7 @@ $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series, concat, read_csv
+from report import DOCS, cells_of, head, passage, spread, write
+from report import row as line
 
 from dpexp.accounting.rounding import up
 from dpexp.config import tracking_uri
 from dpexp.tracking.read import trials
 
-PAGE, RUNS = Path("docs/results.md"), Path("docs/results.csv")
-BEGIN, END = "<!-- written by benchmarks/results.py -->", "<!-- until here -->"
+RUNS = DOCS / "results.csv"
+BEGIN = "<!-- written by benchmarks/results.py -->"
 CURVE = (1, 2, 3, 8)
 TORCH = "tags.dpexp.torch"
 COMMIT, DIRTY = "tags.dpexp.commit", "tags.dpexp.dirty"  # "none": run where there is no git
@@ -131,37 +135,38 @@ def found() -> DataFrame:
     uri = tracking_uri()
     mlflow.set_tracking_uri(uri)
     there = {experiment.name for experiment in mlflow.search_experiments()}
-    frames = []
-    for name in [name for name in ROWS if f"results/{name}" in there]:
-        own = trials(uri, [f"results/{name}"])
-        own = own[(own["status"] == "FINISHED") & (own["private"] == "yes")].dropna(subset=["test_accuracy", "epsilon"])
-        if own.empty:
-            continue
-        raw = mlflow.search_runs(experiment_names=[f"results/{name}"])
-        raw = raw.assign(**{tag: raw[tag].fillna("none") if tag in raw else "none" for tag in (COMMIT, DIRTY, TORCH)})
-        frame = own.merge(raw.drop(columns="status"), on="run_id").sort_values("start_time")
-        trainers = frame.filter(regex="^params.trainer").drop(
-            columns=[f"params.{key}" for key in SPEED], errors="ignore"
-        )
-        given = trainers.apply(
-            lambda row: " ".join(f"{key}={value}" for key, value in row.dropna().sort_index().items()), 1
-        )
-        settings = frame["configuration"].map(_but_for_places) + given + frame[TORCH]
-        frames.append(
-            DataFrame(
-                {
-                    "experiment": name,
-                    "target": frame["params.privacy.epsilon"].astype(float),
-                    "seed": frame["seed"].astype(int),
-                    "epsilon": frame["epsilon"].round(7),
-                    "accuracy": frame["test_accuracy"].round(5),
-                    "minutes": ((frame["end_time"] - frame["start_time"]).dt.total_seconds() / 60).round(1),
-                    "settings": [sha256(text.encode()).hexdigest()[:8] for text in settings],
-                    "commit": frame[COMMIT].str[:7] + frame[DIRTY].ne("no").map({True: "+", False: ""}),
-                }
-            )
-        )
+    frames = [runs_of(name, uri) for name in ROWS if f"results/{name}" in there]
     return concat(frames) if frames else DataFrame()
+
+
+def runs_of(name: str, uri: str) -> DataFrame:
+    own = trials(uri, [f"results/{name}"])
+    own = own[(own["status"] == "FINISHED") & (own["private"] == "yes")].dropna(subset=["test_accuracy", "epsilon"])
+    raw = mlflow.search_runs(experiment_names=[f"results/{name}"])
+    for tag in (COMMIT, DIRTY, TORCH):
+        raw[tag] = raw[tag].fillna("none") if tag in raw else "none"
+    runs = own.merge(raw.drop(columns="status"), on="run_id").sort_values("start_time")
+    return DataFrame({
+        "experiment": name,
+        "target": runs["params.privacy.epsilon"].astype(float),
+        "seed": runs["seed"].astype(int),
+        "epsilon": runs["epsilon"].round(7),
+        "accuracy": runs["test_accuracy"].round(5),
+        "minutes": ((runs["end_time"] - runs["start_time"]).dt.total_seconds() / 60).round(1),
+        "settings": settings_of(runs),
+        "commit": runs[COMMIT].str[:7] + runs[DIRTY].ne("no").map({True: "+", False: ""}),
+    })  # fmt: skip
+
+
+def settings_of(runs: DataFrame) -> list[str]:
+    """A digest of each run's configuration, of its Trainer but for what changes speed alone, and of torch's version."""
+    speed = [f"params.{key}" for key in SPEED]
+    trainers = runs.filter(regex="^params.trainer").drop(columns=speed, errors="ignore")
+    digests = []
+    for (_, trainer), configuration, torch in zip(trainers.iterrows(), runs["configuration"], runs[TORCH], strict=True):
+        given = " ".join(f"{key}={value}" for key, value in trainer.dropna().sort_index().items())
+        digests.append(sha256(f"{_but_for_places(configuration)}{given}{torch}".encode()).hexdigest()[:8])
+    return digests
 
 
 def _but_for_places(configuration: str) -> str:
@@ -174,31 +179,26 @@ def _but_for_places(configuration: str) -> str:
     return json.dumps({key: value for key, value in settings.items() if not key.startswith(places)}, sort_keys=True)
 
 
-HEAD = [
-    "| `python -m dpexp …` | ε, at most | here, % | published, % | margin, points (standard errors) | goal, % | runs "
-    "| minutes | commit |",
-    "|---|---|---|---|---|---|---|---|---|",
-]
+HEAD = (
+    "`python -m dpexp …`", "ε, at most", "here, %", "published, %", "margin, points (standard errors)", "goal, %",
+    "runs", "minutes", "commit",
+)  # fmt: skip
 
 
-def table(runs: DataFrame) -> list[str]:
+def lines_of(runs: DataFrame) -> list[str]:
     """A row for each experiment and ε, of the runs that have the settings and the version of torch of the last one."""
     lines = []
     for (name, target), alike in runs.groupby(["experiment", "target"], sort=False):
         own, row = alike[alike["settings"] == alike["settings"].iloc[-1]], ROWS[name]
         accuracy = 100 * own["accuracy"]
-        spread = f"\u00a0±\u00a0{accuracy.std():.2f}" if len(own) > 1 else ""
-        published = row.published.get(target)
-        minutes = own["minutes"].median()
-        command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
-        cells = (
-            f"`{command}`", up(own["epsilon"].max(), 4), f"{accuracy.mean():.2f}{spread}",
-            f"{published[0]:g}, {published[1]}" if published else "",
-            margin(accuracy, published[0], row.tested) if published else "",
-            f"{row.goals[target]:g}" if target in row.goals else "", len(own), f"{minutes:.1f}",
+        best, who = row.published.get(target, (math.nan, ""))
+        command = f"{row.command} privacy.epsilon={target:g}" if row.epsilons else row.command
+        lines.append(line(
+            f"`{command}`", up(own["epsilon"].max(), 4), spread(accuracy, 2).replace(" ", "\u00a0"),
+            f"{best:g}, {who}" if who else "", margin(accuracy, best, row.tested) if who else "",
+            f"{row.goals[target]:g}" if target in row.goals else "", len(own), f"{own['minutes'].median():.1f}",
             " ".join(dict.fromkeys(own["commit"])),
-        )  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        ))  # fmt: skip
     return lines
 
 
@@ -210,10 +210,6 @@ def margin(accuracy: Series, published: float, tested: int) -> str:
     above = ", **above**" if points > max(2 * of_seeds, of_test) and len(accuracy) > 1 else ""
     in_errors = f"{points / of_seeds:.0f}; " if of_seeds > 0 else ""
     return f"{points:+.2f}{above} ({in_errors}{points / of_test:.1f})"
-
-
-def cells_of(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
 def row_of(command: str) -> str:
@@ -231,20 +227,25 @@ def points_of(lines: list[str]) -> dict[str, dict[float, tuple[float, float]]]:
     return points
 
 
+def panel(axes: Axes, curve: dict[float, tuple[float, float]], label: str) -> None:
+    """A curve of accuracies against ε, with their standard deviations."""
+    axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks([*curve], [f"{epsilon:.2g}" for epsilon in curve])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
 def texts(lines: list[str], path: Path) -> None:
     """Accuracy against ε of the classifiers of texts."""
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
-    shown = {name: curve for name, curve in points_of(lines).items() if ROWS[name].always is not None}
-    for name, curve in shown.items():
-        axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label=ROWS[name].title)
+    for name, curve in points_of(lines).items():
+        if ROWS[name].always is not None:
+            panel(axes, curve, ROWS[name].title)
     axes.axhline(DEBIAN["always"], color="gray", linestyle=":", label="the most frequent section")
-    axes.set_xscale("log")
-    axes.set_xticks([1, 3, 8], ["1", "3", "8"])
-    axes.minorticks_off()
     axes.set_ylim(0)
     axes.set(xlabel="ε at δ = 1e-6", ylabel="test accuracy, %")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=200)
 
@@ -257,44 +258,33 @@ def curves(lines: list[str], path: Path) -> None:
     grid = [names[k : k + 2] for k in range(0, len(names), 2)]
     figure = Figure(figsize=(6, 2.3 * len(grid)), layout="constrained")  # so narrow that a phone shows it whole
     for name, axes in figure.subplot_mosaic(grid).items():
-        row, curve = ROWS[name], shown[name]
-        axes.errorbar([*curve], *zip(*curve.values(), strict=True), marker="o", capsize=3, label="dpexp")
+        row = ROWS[name]
+        panel(axes, shown[name], "dpexp")
         for marker, source in zip("*^v", dict.fromkeys(who for _, who in row.published.values()), strict=False):
             best = {epsilon: best for epsilon, (best, who) in row.published.items() if who == source}
             axes.plot([*best], [*best.values()], marker, color="black", markersize=9, label=source)
-        axes.set_xscale("log")
-        axes.set_xticks([*curve], [f"{epsilon:.2g}" for epsilon in curve])
-        axes.minorticks_off()
         axes.set_title(row.title, fontsize="medium")
         axes.set(xlabel="ε at δ = 1e-5", ylabel="test accuracy, %")
-        axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=200)
 
 
-def write(page: Path) -> list[str]:
-    """Adds the runs to RUNS, and replaces the rows of the table between the page's two marks; rows without runs stay.
+def place(line: str) -> tuple[int, float]:
+    """Where a row stands in the table."""
+    command, epsilon, *_ = cells_of(line)
+    return [*ROWS].index(row_of(command)), float(epsilon)
 
-    Raises:
-        ValueError: it has no marks.
-    """
+
+def write_table() -> list[str]:
+    """Adds the runs to RUNS, and replaces the rows of the page's table; rows without runs stay."""
     kept = read_csv(RUNS, dtype={"settings": str, "commit": str}) if RUNS.exists() else DataFrame()
     runs = concat([kept, found()]).drop_duplicates(["experiment", "target", "seed", "commit"], keep="last")
     runs.to_csv(RUNS, index=False)
-    before, _, rest = page.read_text().partition(BEGIN)
-    old, mark, after = rest.partition(END)
-    if not mark:
-        raise ValueError(f"{page} has no {BEGIN} … {END}.")
-    new = table(runs)
+    new = lines_of(runs)
     made = {cells_of(line)[0] for line in new}
-    stay = [line for line in old.splitlines() if line.startswith("| ") and cells_of(line)[0] not in made][1:]
-
-    def place(line: str) -> tuple[int, float]:
-        command, epsilon, *_ = cells_of(line)
-        return [*ROWS].index(row_of(command)), float(epsilon)
-
-    lines = sorted([*new, *stay], key=place)
-    page.write_text(before + "\n".join([BEGIN, "", *HEAD, *lines, "", END]) + after)
+    old = [line for line in passage("results.md", BEGIN).splitlines() if line.startswith("| ")][1:]
+    lines = sorted([*new, *(line for line in old if cells_of(line)[0] not in made)], key=place)
+    write("\n".join([head(*HEAD), *lines]), "results.md", BEGIN)
     return lines
 
 
@@ -307,8 +297,8 @@ if __name__ == "__main__":
             for name in [name for name in names if "=" not in name] or ROWS:
                 run(name, Path(data).resolve(), *overrides)
         case ["write"]:
-            curves(write(PAGE), PAGE.parent / "curves.png")
+            curves(write_table(), DOCS / "curves.png")
         case ["texts"]:
-            texts(write(PAGE), PAGE.parent / "texts.png")
+            texts(write_table(), DOCS / "texts.png")
         case _:
             sys.exit(__doc__)

@@ -6,6 +6,7 @@
 a record is replaced with null, under fixed_size with another (the sum moves by 2S); otherwise one is added or removed.
 """
 
+from report import head, row
 from torch import nn
 
 from dpexp import Target, make_plan
@@ -37,14 +38,14 @@ def ratio(n: int, t: int, epochs: int, delta: float, epsilon: float, policy: str
 
 
 def main() -> None:
-    print("| | t | epochs | ε | " + " | ".join(OPTIONS).replace("_", " ") + " | random allocation against Poisson |")
-    print("|---|---|---|---|" + "---|" * (len(OPTIONS) + 1))
+    names = [name.replace("_", " ") for name in OPTIONS]
+    print(head("", "t", "epochs", "ε", *names, "random allocation against Poisson"))
     for name, (n, t, epochs, delta) in EXPERIMENTS.items():
         for epsilon in (1.0, 3.0, 8.0):
             found = {policy: ratio(n, t, epochs, delta, epsilon, policy) for policy in OPTIONS}
             less = found["random_allocation"] / found["poisson"] - 1
-            cells = " | ".join(f"{value:.4g}" for value in found.values())
-            print(f"| {name} | {t} | {epochs} | {epsilon:g} | {cells} | {less:+.1%} |", flush=True)
+            cells = [f"{value:.4g}" for value in found.values()]
+            print(row(name, t, epochs, f"{epsilon:g}", *cells, f"{less:+.1%}"), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Next characters of tiny Shakespeare by users: accuracy against ε of DP-FedAvg and DP-FedAdam, beside the same
-trainings with next to no noise and a clipping norm that clips nothing.
+"""Measures the accuracy of DP-FedAvg and DP-FedAdam against ε, on the next characters of tiny Shakespeare by users.
 
     python benchmarks/shakespeare.py data.root=… [OVERRIDE ...]
 
-It prints a table and draws docs/shakespeare.png, in half an hour; see comparisons.py.
+Beside them are the same trainings with next to no noise and a clipping norm that clips nothing. It prints a table and
+draws docs/shakespeare.png, in half an hour; see comparisons.py.
 """
 
 import statistics
 import sys
-from pathlib import Path
-from typing import Any
 
-from comparisons import Comparison, epsilons, run, table
+from comparisons import Comparison, epsilons, run, shown
 from matplotlib import pyplot as plt
+from report import DOCS, Result
 
 EPSILONS = (2, 4, 8, 16, 32)
 SHAKESPEARE = Comparison(
@@ -22,7 +21,7 @@ SHAKESPEARE = Comparison(
 )
 
 
-def draw(results: list[dict[str, Any]]) -> None:
+def draw(results: list[Result]) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for k, server in enumerate(SHAKESPEARE.rows):
         plain, *private = [
@@ -37,10 +36,10 @@ def draw(results: list[dict[str, Any]]) -> None:
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(frameon=False)
-    figure.savefig(Path(__file__).parents[1] / "docs" / "shakespeare.png", dpi=150)
+    figure.savefig(DOCS / "shakespeare.png", dpi=150)
 
 
 if __name__ == "__main__":
     found = run("shakespeare", SHAKESPEARE, "", 1, sys.argv[1:])
-    print(table("shakespeare", SHAKESPEARE, found))
+    print(shown("shakespeare", SHAKESPEARE, found))
     draw(found)

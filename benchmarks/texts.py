@@ -21,6 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from report import head, parser, read, row
+
 LIBRARIES = ("peft", "dpexp", "Opacus")
 LENGTH, BATCH, PHYSICAL, TESTED = 32, 256, 32, 1000
 EPSILON, DELTA, BOUND, RATE, RANK = 8.0, 1e-6, 0.5, 2e-3, 8
@@ -28,28 +30,30 @@ _ticks: list[float] = []
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("data")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--one", choices=LIBRARIES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("model")
+    options.add_argument("data")
+    options.add_argument("--rounds", type=int, default=20)
+    options.add_argument("--one", choices=LIBRARIES, help=argparse.SUPPRESS)
+    given = options.parse_args()
     if given.one:
         print(json.dumps(trained(given.one, given.model, Path(given.data), given.rounds)))
         return
-    print("| library | accuracy, % | z; ε | CPU ms a record | MiB |\n|---|---|---|---|---|")
+    print(head("library", "accuracy, %", "z; ε", "CPU ms a record", "MiB"))
     for name in LIBRARIES:
-        print(row(name, [sys.executable, __file__, *sys.argv[1:], "--one", name]), flush=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+        print(row(name, *apart(command)), flush=True)
 
 
-def row(name: str, command: list[str]) -> str:
+def apart(command: list[str]) -> tuple[str, ...]:
+    """The cells of a library, which trains in a process of its own."""
     one_core = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, env=one_core, capture_output=True, text=True)
     if ran.returncode:
-        return f"| {name} | {ran.stderr.strip().splitlines()[-1][:150]} | | | |"
+        return ran.stderr.strip().splitlines()[-1][:150], "", "", ""
     found = json.loads(ran.stdout.splitlines()[-1])
     noise = f"{found['z']:.4f}; {found['epsilon']:.3f}" if "z" in found else "–"
-    return f"| {name} | {100 * found['accuracy']:.1f} | {noise} | {found['ms']:.1f} | {found['MiB']:.0f} |"
+    return f"{100 * found['accuracy']:.1f}", noise, f"{found['ms']:.1f}", f"{found['MiB']:.0f}"
 
 
 def trained(name: str, folder: str, data: Path, rounds: int) -> dict[str, Any]:
@@ -63,17 +67,15 @@ def trained(name: str, folder: str, data: Path, rounds: int) -> dict[str, Any]:
     model = adapted(folder, len(names))
     found = {"peft": by_peft, "dpexp": by_dpexp, "Opacus": by_opacus}[name](model, train, rounds)
     model.eval()
+    ids, mask, y = (tensor[:TESTED] for tensor in test)
     with torch.no_grad():
-        parts = [model(input_ids=ids, attention_mask=mask).logits.argmax(1) for ids, mask in zip(
-            test[0][:TESTED].split(100), test[1][:TESTED].split(100), strict=True)]  # fmt: skip
-    accuracy = (torch.cat(parts) == test[2][:TESTED]).float().mean().item()
+        scores = [
+            model(input_ids=a, attention_mask=b).logits for a, b in zip(ids.split(100), mask.split(100), strict=True)
+        ]
+    accuracy = (torch.cat(scores).argmax(1) == y).float().mean().item()
     seconds = statistics.median(after - before for before, after in pairwise(_ticks))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return found | {"accuracy": accuracy, "ms": 1000 * seconds / BATCH, "MiB": peak}
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def tensors(rows: list[dict[str, str]], folder: str, names: list[str]) -> Any:

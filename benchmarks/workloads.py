@@ -147,7 +147,6 @@ WORKLOADS: dict[str, Workload] = {
     "lora": Workload("the same, LoRA", lambda: llama(lora=True), texts, 16, 60),
     "wrn": Workload("WRN-16-2, 32×32", lambda: wide_resnet(False), vectors(3, 32, 32), 32, 20),
     "wrn_ws": Workload("the same, standardized", lambda: wide_resnet(True), vectors(3, 32, 32), 32, 20),
-    "wide": Workload("MLP 784-4096-10", lambda: dense(784, 4096, 10), vectors(784), 4096, 4, batches=4),
 }
 
 

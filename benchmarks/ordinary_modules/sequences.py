@@ -1,6 +1,5 @@
 """Sequences of symbols, by modules written by hand."""
 
-import inspect
 import math
 
 import pytorch_lightning as pl
@@ -101,131 +100,86 @@ def _():
     return Lstm(), characters(12, lambda ids: ids), {"collate_fn": time_first}
 
 
-@case("LSTM cells, sine waves", "pytorch/examples time_sequence_prediction")
-def _():
-    class Sequence(pl.LightningModule):
-        def __init__(self, d=16):
-            super().__init__()
-            self.lstm1, self.lstm2, self.linear = nn.LSTMCell(1, d), nn.LSTMCell(d, d), nn.Linear(d, 1)
-            self.d, self.criterion = d, nn.MSELoss()
-            self.double()
+class CausalSelfAttention(nn.Module):
+    def __init__(self, d, n_head, dropout):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.resid_dropout, self.n_head, self.n_embd, self.dropout = nn.Dropout(dropout), n_head, d, dropout
 
-        def forward(self, x, future=0):
-            outputs = []
-            h1, c1, h2, c2 = (torch.zeros(x.size(0), self.d, dtype=torch.double, device=x.device) for _ in range(4))
-            for now in x.split(1, dim=1):
-                h1, c1 = self.lstm1(now, (h1, c1))
-                h2, c2 = self.lstm2(h1, (h2, c2))
-                output = self.linear(h2)
-                outputs += [output]
-            for _ in range(future):
-                h1, c1 = self.lstm1(output, (h1, c1))
-                h2, c2 = self.lstm2(h1, (h2, c2))
-                output = self.linear(h2)
-                outputs += [output]
-            return torch.cat(outputs, dim=1)
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        q = q.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        v = v.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        dropout = self.dropout if self.training else 0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
+        return self.resid_dropout(self.c_proj(y))
 
-        def training_step(self, batch, batch_idx):
-            return self.criterion(self(batch[0]), batch[1])
 
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), lr=0.8)
+class Block(nn.Module):
+    def __init__(self, d, dropout):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(d, bias=False), nn.LayerNorm(d, bias=False)
+        self.attn = CausalSelfAttention(d, 4, dropout)
+        self.c_fc, self.gelu = nn.Linear(d, 4 * d, bias=False), nn.GELU()
+        self.c_proj, self.drop = nn.Linear(4 * d, d, bias=False), nn.Dropout(dropout)
 
-    shift = torch.randint(-80, 80, (N, 1), generator=seeded())
-    waves = torch.sin((torch.arange(12) + shift) / 2.0).double()
-    return Sequence(), Records(lambda i: (waves[i, :-1], waves[i, 1:])), {}
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.drop(self.c_proj(self.gelu(self.c_fc(self.ln_2(x)))))
+
+
+class Gpt(pl.LightningModule):
+    def __init__(self, d=64, dropout=0.1):
+        super().__init__()
+        self.block_size = T
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(WORDS, d),
+                "wpe": nn.Embedding(T, d),
+                "drop": nn.Dropout(dropout),
+                "h": nn.ModuleList([Block(d, dropout) for _ in range(2)]),
+                "ln_f": nn.LayerNorm(d, bias=False),
+            }
+        )
+        self.lm_head = nn.Linear(d, WORDS, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+        for pn, p in self.named_parameters():
+            if pn.endswith("c_proj.weight"):
+                nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * 2))
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+
+    def forward(self, idx, targets):
+        _b, t = idx.size()
+        assert t <= self.block_size, f"Cannot forward sequence of length {t}, block size is only {self.block_size}"
+        pos = torch.arange(0, t, dtype=torch.long, device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+    def training_step(self, batch, batch_idx):
+        _logits, loss = self(*batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        params = {pn: p for pn, p in self.named_parameters() if p.requires_grad}
+        decay = [p for p in params.values() if p.dim() >= 2]
+        nodecay = [p for p in params.values() if p.dim() < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": nodecay, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95))
 
 
 @case("nanoGPT", "karpathy/nanoGPT")
 def _():
-    class LayerNorm(nn.Module):
-        def __init__(self, ndim, bias):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(ndim))
-            self.bias = nn.Parameter(torch.zeros(ndim)) if bias else None
-
-        def forward(self, x):
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-
-    class CausalSelfAttention(nn.Module):
-        def __init__(self, d, n_head, dropout):
-            super().__init__()
-            self.c_attn, self.c_proj = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-            self.resid_dropout, self.n_head, self.n_embd, self.dropout = nn.Dropout(dropout), n_head, d, dropout
-            self.flash = hasattr(F, "scaled_dot_product_attention")
-
-        def forward(self, x):
-            b, t, c = x.size()
-            q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-            k = k.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
-            q = q.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
-            v = v.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
-            dropout = self.dropout if self.training else 0
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
-            y = y.transpose(1, 2).contiguous().view(b, t, c)
-            return self.resid_dropout(self.c_proj(y))
-
-    class Block(nn.Module):
-        def __init__(self, d, dropout):
-            super().__init__()
-            self.ln_1, self.attn, self.ln_2 = (
-                LayerNorm(d, False),
-                CausalSelfAttention(d, 4, dropout),
-                LayerNorm(d, False),
-            )
-            self.c_fc, self.gelu = nn.Linear(d, 4 * d, bias=False), nn.GELU()
-            self.c_proj, self.drop = nn.Linear(4 * d, d, bias=False), nn.Dropout(dropout)
-
-        def forward(self, x):
-            x = x + self.attn(self.ln_1(x))
-            return x + self.drop(self.c_proj(self.gelu(self.c_fc(self.ln_2(x)))))
-
-    class Gpt(pl.LightningModule):
-        def __init__(self, d=64, dropout=0.1):
-            super().__init__()
-            self.block_size = T
-            self.transformer = nn.ModuleDict(
-                {
-                    "wte": nn.Embedding(WORDS, d),
-                    "wpe": nn.Embedding(T, d),
-                    "drop": nn.Dropout(dropout),
-                    "h": nn.ModuleList([Block(d, dropout) for _ in range(2)]),
-                    "ln_f": LayerNorm(d, False),
-                }
-            )
-            self.lm_head = nn.Linear(d, WORDS, bias=False)
-            self.transformer.wte.weight = self.lm_head.weight
-            self.apply(self._init_weights)
-            for pn, p in self.named_parameters():
-                if pn.endswith("c_proj.weight"):
-                    nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * 2))
-
-        def _init_weights(self, module):
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, mean=0.0, std=0.02)
-
-        def forward(self, idx, targets):
-            _b, t = idx.size()
-            assert t <= self.block_size, f"Cannot forward sequence of length {t}, block size is only {self.block_size}"
-            pos = torch.arange(0, t, dtype=torch.long, device=idx.device)
-            x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-            for block in self.transformer.h:
-                x = block(x)
-            logits = self.lm_head(self.transformer.ln_f(x))
-            return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-
-        def training_step(self, batch, batch_idx):
-            _logits, loss = self(*batch)
-            self.log("train_loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            params = {pn: p for pn, p in self.named_parameters() if p.requires_grad}
-            decay = [p for p in params.values() if p.dim() >= 2]
-            nodecay = [p for p in params.values() if p.dim() < 2]
-            groups = [{"params": decay, "weight_decay": 0.1}, {"params": nodecay, "weight_decay": 0.0}]
-            fused = "fused" in inspect.signature(torch.optim.AdamW).parameters and self.device.type == "cuda"
-            return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), **({"fused": True} if fused else {}))
 
     return Gpt(), characters(), {}
 
@@ -310,34 +264,3 @@ def _():
             return F.binary_cross_entropy(y.double(), t.double())
 
     return Dkt(), Records(record), {}
-
-
-@case("sentiment CNN", "bentrevett/pytorch-sentiment-analysis")
-def _():
-    class Cnn(Base):
-        def __init__(self, d=32, filters=16, sizes=(3, 4, 5)):
-            super().__init__()
-            self.embedding = nn.Embedding(WORDS, d, padding_idx=0)
-            self.embedding.weight.data[0] = torch.zeros(d)
-            self.convs = nn.ModuleList([nn.Conv2d(1, filters, kernel_size=(size, d)) for size in sizes])
-            self.fc, self.dropout = nn.Linear(len(sizes) * filters, 1), nn.Dropout(0.5)
-            self.criterion = nn.BCEWithLogitsLoss()
-
-        def forward(self, text):
-            embedded = self.embedding(text.permute(1, 0)).unsqueeze(1)
-            conved = [F.relu(conv(embedded)).squeeze(3) for conv in self.convs]
-            pooled = [F.max_pool1d(x, x.shape[2]).squeeze(2) for x in conved]
-            return self.fc(self.dropout(torch.cat(pooled, dim=1)))
-
-        def training_step(self, batch, batch_idx):
-            text, label = batch
-            predictions = self(text).squeeze(1)
-            correct = (torch.round(torch.sigmoid(predictions)) == label).float()
-            self.log("train_acc", (correct.sum() / len(correct)).item())
-            return self.criterion(predictions, label)
-
-    def time_first(items):
-        labels = torch.stack([item["labels"] for item in items]).float()
-        return pad_sequence([item["input_ids"] for item in items]), labels
-
-    return Cnn(), Text(), {"collate_fn": time_first}

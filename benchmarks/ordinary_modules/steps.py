@@ -1,15 +1,13 @@
-"""Steps that need special care: adversaries, packed sequences, experts, preferences, a teacher, compilation."""
-
-import copy
+"""Steps that need special care: adversaries, packed sequences, preferences, compilation."""
 
 import peft
 import torch
 import transformers
 from ordinary import case
-from records import WORDS, Base, Classifies, Records, Rows, SentencePairs, Text, Trained, gpt2, pad, pad_fixed
+from records import WORDS, Base, Classifies, Records, Rows, SentencePairs, Text, Trained, gpt2, pad
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 
 def cnn():
@@ -34,89 +32,24 @@ def _():
     return Pgd(cnn()), Rows(1, 28, 28), {}
 
 
-class Packed(Base):
-    def __init__(self, total=None):
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 32, padding_idx=0)
-        self.lstm = nn.LSTM(32, 32, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(64, 2)
-
-    def training_step(self, batch, batch_idx):
-        lengths = batch["attention_mask"].sum(1).cpu()
-        packed = pack_padded_sequence(self.words(batch["input_ids"]), lengths, batch_first=True, enforce_sorted=False)
-        _, (h, _) = self.lstm(packed)
-        return F.cross_entropy(self.head(torch.cat([h[-2], h[-1]], 1)), batch["labels"])
-
-
 @case("packed BiLSTM, dynamic padding", "bentrevett/pytorch-sentiment-analysis")
 def _():
-    return Packed(), Text(), {"collate_fn": pad}
+    class Packed(Base):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(WORDS, 32, padding_idx=0)
+            self.lstm = nn.LSTM(32, 32, batch_first=True, bidirectional=True)
+            self.head = nn.Linear(64, 2)
 
-
-@case("BiLSTM tagger, pad_packed", "allanj/pytorch_neural_crf")
-def _():
-    class Tagger(Packed):
         def training_step(self, batch, batch_idx):
             lengths = batch["attention_mask"].sum(1).cpu()
             packed = pack_padded_sequence(
                 self.words(batch["input_ids"]), lengths, batch_first=True, enforce_sorted=False
             )
-            h, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=batch["input_ids"].shape[1])
-            tags = batch["input_ids"] % 2
-            tags = tags.masked_fill(batch["attention_mask"] == 0, -100)
-            return F.cross_entropy(self.head(h).transpose(1, 2), tags, ignore_index=-100)
+            _, (h, _) = self.lstm(packed)
+            return F.cross_entropy(self.head(torch.cat([h[-2], h[-1]], 1)), batch["labels"])
 
-    return Tagger(), Text(), {"collate_fn": pad_fixed}
-
-
-@case("CTC speech recognition", "SeanNaren/deepspeech.pytorch")
-def _():
-    class Ctc(Base):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv1d(8, 32, 3, padding=1)
-            self.rnn = nn.GRU(32, 32, batch_first=True)
-            self.head = nn.Linear(32, 10)
-
-        def training_step(self, batch, batch_idx):
-            x, y, length = batch
-            h = self.rnn(self.conv(x).relu().transpose(1, 2))[0]
-            scores = self.head(h).log_softmax(-1).transpose(0, 1)
-            sizes = torch.full((x.shape[0],), scores.shape[0], dtype=torch.long)
-            return F.ctc_loss(scores, y, sizes, length, zero_infinity=True)
-
-    def speech(i):
-        g = torch.Generator().manual_seed(i)
-        words, length = torch.randint(1, 10, (8,), generator=g), torch.randint(3, 9, (), generator=g)
-        return torch.rand(8, 40, generator=g), words, length
-
-    return Ctc(), Records(speech), {}
-
-
-@case("MoE by index_add_", "huggingface/transformers Mixtral (older)")
-def _():
-    class Experts(Base):
-        def __init__(self):
-            super().__init__()
-            self.router = nn.Linear(16, 4)
-            self.experts = nn.ModuleList(
-                nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)
-            )
-            self.head = nn.Linear(16, 3)
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            h = x.reshape(-1, 16)
-            weights, chosen = self.router(h).softmax(-1).topk(2)
-            weights = weights / weights.sum(-1, keepdim=True)
-            out = torch.zeros_like(h)
-            mask = F.one_hot(chosen, 4).permute(2, 1, 0)
-            for e, expert in enumerate(self.experts):
-                k, rows = torch.where(mask[e])
-                out.index_add_(0, rows, expert(h[rows]) * weights[rows, k, None])
-            return F.cross_entropy(self.head(out.view(x.shape).mean(1)), y)
-
-    return Experts(), Rows(8, 16), {}
+    return Packed(), Text(), {"collate_fn": pad}
 
 
 @case("DPO with disable_adapter", "huggingface/trl DPOTrainer")
@@ -179,35 +112,6 @@ def _():
 
     model = transformers.GPT2ForSequenceClassification(config)
     return Reward(model), SentencePairs(), {"collate_fn": pad_preferences}
-
-
-@case("knowledge distillation, DistilGPT-2", "huggingface/transformers research_projects/distillation")
-def _():
-    class Distiller(Base):
-        def __init__(self, temperature=2.0):
-            super().__init__()
-            self.student, self.temperature = gpt2(), temperature
-            self.teacher = copy.deepcopy(self.student).eval()
-            for parameter in self.teacher.parameters():
-                parameter.requires_grad = False
-            self.ce_loss_fct = nn.KLDivLoss(reduction="batchmean")
-
-        def training_step(self, batch, batch_idx):
-            input_ids, attention_mask = batch["input_ids"], batch["attention_mask"]
-            labels = input_ids.masked_fill(attention_mask == 0, -100)
-            student = self.student(input_ids, attention_mask=attention_mask, labels=labels)
-            with torch.no_grad():
-                teacher_logits = self.teacher(input_ids, attention_mask=attention_mask).logits
-            mask = attention_mask.bool().unsqueeze(-1).expand_as(student.logits)
-            s_logits_slct = torch.masked_select(student.logits, mask).view(-1, student.logits.size(-1))
-            t_logits_slct = torch.masked_select(teacher_logits, mask).view(-1, student.logits.size(-1))
-            loss_ce = self.ce_loss_fct(
-                F.log_softmax(s_logits_slct / self.temperature, dim=-1),
-                F.softmax(t_logits_slct / self.temperature, dim=-1),
-            )
-            return 5.0 * loss_ce * self.temperature**2 + 2.0 * student.loss
-
-    return Distiller(), Text(), {"collate_fn": pad_fixed}
 
 
 @case("compiled by the user: module.compile()", "")

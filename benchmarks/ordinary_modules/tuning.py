@@ -35,21 +35,6 @@ def _():
     return Tuned(bert()), Text(), {"collate_fn": pad}
 
 
-@case("LoRA classifier", "huggingface/peft examples/sequence_classification")
-def _():
-    config = transformers.RobertaConfig(**sizes(max_position_embeddings=40))
-    model = transformers.RobertaForSequenceClassification(config)
-    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.1))
-
-    class Lora(Tuned):
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(params=self.model.parameters(), lr=3e-4)
-            scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 0.06 * 100, 100)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    return Lora(model), Text(), {"collate_fn": pad}
-
-
 @case("T5 summarization, label smoothing", "huggingface/transformers run_summarization.py")
 def _():
     config = transformers.T5Config(
@@ -129,28 +114,6 @@ def _():
     return Cosine(), SentencePairs(), {"collate_fn": pad_each}
 
 
-@case("Whisper fine-tuning", "huggingface/transformers run_speech_recognition_seq2seq.py")
-def _():
-    config = transformers.WhisperConfig(
-        vocab_size=WORDS, num_mel_bins=16, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=32,
-        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
-    )  # fmt: skip
-
-    def record(i):
-        words = torch.arange(4 + i % 7) * (i + 1) % (WORDS - 5) + 5
-        return {"input_features": x[i], "labels": torch.cat([torch.tensor([3]), words, torch.tensor([2])])}
-
-    def pad_speech(items):
-        labels = pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=-100)
-        if (labels[:, 0] == config.decoder_start_token_id).all().cpu().item():
-            labels = labels[:, 1:]
-        return {"input_features": torch.stack([item["input_features"] for item in items]), "labels": labels}
-
-    model, x = transformers.WhisperForConditionalGeneration(config), Rows(16, 64).x
-    return Trained(model), Records(record), {"collate_fn": pad_speech}
-
-
 @case("wav2vec2, CTC", "huggingface/transformers run_speech_recognition_ctc.py")
 def _():
     config = transformers.Wav2Vec2Config(
@@ -173,27 +136,6 @@ def _():
         return {"input_values": values, "labels": labels}
 
     return Trained(model), Records(record), {"collate_fn": pad_speech}
-
-
-@case("token classification", "huggingface/transformers run_ner.py")
-def _():
-    config = transformers.DistilBertConfig(
-        vocab_size=WORDS, dim=64, n_layers=2, n_heads=4, hidden_dim=128, num_labels=5
-    )
-
-    def pad_labels(items):
-        labels = pad_sequence([item["input_ids"] % 5 for item in items], True, padding_value=-100)
-        return pad(items) | {"labels": labels}
-
-    class Module(Tuned):
-        def configure_optimizers(self):
-            no_decay = ["bias", "LayerNorm.weight"]
-            rest = [p for n, p in self.model.named_parameters() if not any(nd in n for nd in no_decay)]
-            zero = [p for n, p in self.model.named_parameters() if any(nd in n for nd in no_decay)]
-            groups = [{"params": rest, "weight_decay": 0.01}, {"params": zero, "weight_decay": 0.0}]
-            return torch.optim.AdamW(groups, lr=5e-5)
-
-    return Module(transformers.DistilBertForTokenClassification(config)), Text(), {"collate_fn": pad_labels}
 
 
 @case("masked language model", "huggingface/transformers run_mlm.py")
@@ -228,16 +170,6 @@ def _():
     return Tuned(model), Text(), {"collate_fn": completion_only}
 
 
-def narrow(**others):
-    return sizes(hidden_size=32, intermediate_size=64, **others)
-
-
-@case("Mixtral", "huggingface/transformers")
-def _():
-    config = transformers.MixtralConfig(**narrow(num_key_value_heads=2, num_local_experts=4))
-    return Tuned(transformers.MixtralForCausalLM(config)), Text(), {"collate_fn": pad_fixed_causal}
-
-
 HYBRIDS = {
     "Falcon-H1": ("FalconH1", {
         "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8,
@@ -249,30 +181,14 @@ HYBRIDS = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8,
     }),
-    "Mamba": ("Mamba", {"state_size": 8}),
 }  # fmt: skip
 for name, (of, own) in HYBRIDS.items():
 
     def hybrid(of=of, own=own):
-        config = getattr(transformers, f"{of}Config")(**narrow(num_key_value_heads=2, **own))
+        config = getattr(transformers, f"{of}Config")(
+            **sizes(hidden_size=32, intermediate_size=64, num_key_value_heads=2, **own)
+        )
         model = getattr(transformers, f"{of}ForCausalLM")(config)
         return Tuned(model), Text(), {"collate_fn": pad_fixed_causal}
 
     case(name, "huggingface/transformers")(hybrid)
-
-
-@case("DeBERTa", "huggingface/transformers")
-def _():
-    own = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16}
-    config = transformers.DebertaV2Config(**narrow(**own))
-    return Tuned(transformers.DebertaV2ForSequenceClassification(config)), Text(), {"collate_fn": pad_fixed}
-
-
-@case("ELECTRA discriminator", "huggingface/transformers")
-def _():
-    def collate(items):
-        batch = pad_fixed(items)
-        return batch | {"labels": batch["input_ids"] % 2}
-
-    model = transformers.ElectraForPreTraining(transformers.ElectraConfig(**narrow(embedding_size=32)))
-    return Tuned(model), Text(), {"collate_fn": collate}
