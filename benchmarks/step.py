@@ -99,7 +99,7 @@ class Turns(pl.Callback):
         if self.done == self.pace.warm_up:
             clock(self.pace.device)
             callbacks = trainer.callbacks if trainer else []
-            told = [one.progress.compiling for one in callbacks if isinstance(one, PrivacyCallback)]
+            told = [one.progress.why_compiled for one in callbacks if isinstance(one, PrivacyCallback)]
             self._say(beginning=time.monotonic() - self.began, compiling="".join(told))
         elif measured == 0:
             self.clock, self.turn = clock(self.pace.device), time.monotonic()
