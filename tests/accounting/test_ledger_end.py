@@ -28,30 +28,14 @@ def cut(path, at):
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:at]))
 
 
-@pytest.fixture
-def said(resumed, capsys):
-    """What `account` prints."""
-    from dpexp.commands.account import account
-
-    def said():
-        account([str(resumed), "delta=1e-5"])
-        return " ".join(capsys.readouterr().out.split())
-
-    return said
-
-
-def test_a_cut_at_an_earlier_closing_line_shows(resumed, said):
-    from dpexp.tracking.data_budget import cost_at
-
+def test_a_cut_at_an_earlier_closing_line_shows(resumed):
     assert read_end(resumed)["bytes"] == resumed.stat().st_size
     cut(resumed, 6)  # header, spec, three rounds, closing line
     with pytest.warns(UserWarning, match=r"lines are missing \(\d+ bytes of it were on disk, as ledger.end.json says"):
         ledger = read_ledger(resumed)
     assert len(ledger) == 3 and ledger.incomplete and "are left" in ledger.lost
-    assert "ends early, after 3 rounds: lines are missing" in said()
     with pytest.raises(ConfigError, match=r"has lost lines .* replace it with a complete copy"):
         LedgerWriter(resumed, resume=True)
-    assert cost_at(resumed).ledger is None
 
 
 def test_a_cut_anywhere_shows(resumed):
@@ -60,12 +44,10 @@ def test_a_cut_anywhere_shows(resumed):
         assert ledger_so_far(resumed).lost is not None
 
 
-def test_what_the_end_file_cannot_show_is_reported(resumed, said):
-    assert "if it and ledger.end.json were both restored to an earlier state, nothing would show it" in said()
+def test_what_the_end_file_cannot_show_is_not_guessed(resumed):
     end_of(resumed).unlink()
     cut(resumed, 6)
     assert not read_ledger(resumed).incomplete
-    assert "ledger.jsonl: there is no ledger.end.json next to it, so that it may have been cut at an earlier" in said()
 
 
 def test_a_kill_between_the_ledger_and_its_end_loses_nothing(tmp_path, monkeypatch):
