@@ -10,11 +10,11 @@ from test_privacy_unit import (
     SCALED,
     Items,
     Model,
-    OfUsers,
     a_data_set,
     by_hand,
     choices_of,
     differing,
+    of_users,
     quiet,
     released,
     rows,
@@ -117,7 +117,7 @@ THREE_EACH = [i // 3 for i in range(12)]
 BY_THREES = [[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)]
 CASES = {  # a kind of data set, how a user trains, a model
     **{name: (kind, local, Model) for (name, local), kind in zip(
-        LOCALS.items(), (TensorDataset, Items, OfUsers, OfUsers), strict=True)},
+        LOCALS.items(), (TensorDataset, Items, of_users, of_users), strict=True)},
     **{make.__name__: (TensorDataset, LOCALS["batches"], make) for make in (Transformer, Tied, Branching, Infinite)},
     "FrozenAndUnused": (TensorDataset, LOCALS["epochs"], FrozenAndUnused),
 }  # fmt: skip
@@ -129,7 +129,7 @@ def test_a_users_vector_is_how_far_its_training_goes(name, tmp_path, quiet, in_o
     x, y = rows(11)
     x[:, 0] = 5 if make is Infinite else x[:, 0]
     found, plan = released(
-        tmp_path, a_data_set(kind, x.double(), y), User(8, None if kind is OfUsers else "user_of", local), make(),
+        tmp_path, a_data_set(kind, x.double(), y), User(8, None if kind is of_users else "user_of", local), make(),
         users=4, group=groups.flat() if make is FrozenAndUnused else groups.per_layer(),
         clip_norm=clipping.FixedClipNorm(0.5),
     )  # fmt: skip

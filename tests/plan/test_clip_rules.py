@@ -179,14 +179,13 @@ def test_a_rule_changes_nothing_that_is_accounted(clip):
 
 def test_z_goes_with_s():
     """From group to group, and from round to round."""
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    given = clipping.FixedClipNorm({"0": 1.0, "1": 10.0})
     plan = own_plan(
-        module, clip_rule=Global(2.0), group=groups.per_layer(), clip_norm=given, steps=2, schedules={"S": [1.0, 0.1]}
-    )
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), clip_rule=Global(2.0), group=groups.per_layer(),
+        clip_norm=clipping.FixedClipNorm({"0": 1.0, "1": 10.0}), steps=2, schedules={"S": [1.0, 0.1]},
+    )  # fmt: skip
     x = torch.tensor([0.15, 1.5, 15.0], dtype=torch.float64)
     kept = [
-        [bool(c) for c in clip_factors(group.clip_rule, x, number(group.S), torch.float64)]
+        clip_factors(group.clip_rule, x, number(group.S), torch.float64).bool().tolist()
         for t in (0, 1)
         for group in plan.at_round(t).groups
     ]
@@ -262,15 +261,14 @@ def test_the_last_digits_of_a_norm_decide_over_little(rule):
 @pytest.mark.parametrize("adjacency, changed", [("add_remove", []), ("replace_null", [0.0]), ("replace_one", [-9.0])])
 def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency, changed):
     """σ̃ over it is the z of a round in which all are sampled."""
-    plan = own_plan(
-        nn.Linear(1, 1, bias=False), n=2, q=1.0, sampling="full_batch", steps=1, noise_multiplier=1.5,
-        adjacency=adjacency,
-    )  # fmt: skip
+    module, moved = nn.Linear(1, 1, bias=False), SENSITIVITY[adjacency]
+    plan = own_plan(module, n=2, q=1.0, sampling="full_batch", noise_multiplier=1.5, adjacency=adjacency)
     (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
-    sums = []
-    for gradients in ([9.0, 5.0], [*changed, 5.0]):
+
+    def total(gradients):
         found = mechanism.norms({"weight": DenseGradient(torch.tensor(gradients)[:, None])})
-        sums.append(float(mechanism.sums(found, number(group.S), {"weight": torch.empty(1, 1)})["weight"]))
-    assert abs(sums[0] - sums[1]) == pytest.approx(group.S * SENSITIVITY[adjacency], rel=1e-6)
+        return float(mechanism.sums(found, number(group.S), {"weight": torch.empty(1, 1)})["weight"])
+
+    assert abs(total([9.0, 5.0]) - total([*changed, 5.0])) == pytest.approx(group.S * moved, rel=1e-6)
     (release,) = releases(plan.ledger())
-    assert release.z == pytest.approx(group.sigma / (group.S * SENSITIVITY[adjacency]))
+    assert release.z == pytest.approx(group.sigma / (group.S * moved))

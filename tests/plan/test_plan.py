@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import plan_of
@@ -175,10 +175,7 @@ def test_min_variance_has_the_least_noise(mechanism):
         return sum(g.sigma**2 * sum(a**2 * v.d for a, v in zip(g.alphas, g.vectors, strict=True)) for g in groups)
 
     least = variance(MinVariance())
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        weights = torch.rand(3, generator=generator, dtype=torch.float64) + 1e-3
-        weights = (weights / weights.sum()).tolist()
+    for weights in np.random.default_rng(0).dirichlet([1, 1, 1], 50).tolist():
         assert variance(Weighted(dict(zip(("conv", "fc", "rest"), weights, strict=True)))) >= least * (1 - 1e-12)
     assert variance(Proportional()) > least
 

@@ -1,16 +1,17 @@
 """Random allocation: each record draws its own k of an epoch's t rounds, whatever the others draw."""
 
+from collections import Counter
 from itertools import combinations
 from math import comb
 
 import numpy as np
 import pytest
 from scipy.stats import binom, chisquare
+from test_policies import sampler, samples
 
 from dpexp.accounting.sampling import RandomAllocation, Shuffle, event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.sampling.loader import RoundSampler
 
 
 def drawn(policy, size, epochs):
@@ -92,15 +93,11 @@ def test_who_is_in_all_rounds_of_an_epoch_is_in_each():
 
 def test_an_epoch_is_drawn_together_and_the_next_one_anew():
     policy = RandomAllocation(sampling_rate=2 / 6, num_selected=2)
-    run = RoundSampler(lambda t: policy, 30, 12, 100, KeyStream.known(0, "sampling", 0))
+    run = sampler(lambda t: policy, 30, rounds=12)
     for epoch in (0, 6):
-        rounds, began = [], set()
-        for rows in run:
-            began.add(run.pending[0].epoch)
-            run.completed += run.pending.popleft().last
-            rounds += rows
-        assert began == {epoch} and run.completed == epoch + 6
-        assert sorted(rounds) == sorted([*range(30)] * 2)
+        rounds, chunks = samples(run)
+        assert {chunk.epoch for _, chunk in chunks} == {epoch} and run.completed == epoch + 6
+        assert Counter(i for sample in rounds for i in sample) == dict.fromkeys(range(30), 2)
 
 
 def test_no_policy_of_ones_own_claims_the_event():

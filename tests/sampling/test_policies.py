@@ -167,27 +167,18 @@ def test_shuffled_samples_are_drawn_uniformly_and_anew_each_epoch():
     assert following / ((epochs - 1) * size) == pytest.approx((3 / size) ** 2, rel=0.15), "shuffled anew each epoch"
 
 
-def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
+@pytest.mark.parametrize("completed", range(6))
+def test_a_resumed_shuffled_epoch_has_the_samples_that_its_events_say_and_the_next_begins_anew(completed):
     """The permutation is gone with the process, so that further batches are not disjoint with the earlier ones."""
-    run = sampler(lambda t: Shuffle(sampling_rate=0.1))
-    samples(run)
-    assert run.completed == 10
-    run.completed = 14
-    _, chunks = samples(run)
-    assert {chunk.epoch for _, chunk in chunks} == {14} and run.completed == 20
-    _, chunks = samples(run)
-    assert {chunk.epoch for _, chunk in chunks} == {20} and run.completed == 30
-
-
-def test_a_resumed_shuffled_epoch_has_samples_of_the_sizes_that_its_events_say():
     policy = Shuffle(sampling_rate=5 / 13)  # samples of 5, 5 and 3
-    for completed in range(6):
-        run = sampler(lambda t: policy.at_round(t, 13), 13, rounds=6)
-        run.completed = completed
+    run = sampler(lambda t: policy.at_round(t, 13), 13, rounds=9)
+    run.completed = completed
+    for sizes in ([5, 5, 3][completed % 3 :], [5, 5, 3]):
+        began = run.completed
         rounds, chunks = samples(run)
-        assert [len(sample) for sample in rounds] == [5, 5, 3][completed % 3 :]
-        assert len({i for sample in rounds for i in sample}) == sum(map(len, rounds)), "disjoint"
-        assert {chunk.epoch for _, chunk in chunks} == {completed}
+        assert [len(sample) for sample in rounds] == sizes
+        assert len({i for sample in rounds for i in sample}) == sum(sizes), "disjoint"
+        assert {chunk.epoch for _, chunk in chunks} == {began} and run.completed == began + len(sizes)
 
 
 @pytest.mark.parametrize(

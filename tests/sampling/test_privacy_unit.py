@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import Counter
 
 import audited
 import pytest
@@ -64,18 +65,10 @@ class Items(Dataset):
         return self.x[i], self.y[i]
 
 
-class OfUsers(Items):
+def of_users(x, y, user_of):
     """Each index gives a list of one user's examples."""
-
-    def __init__(self, x, y, user_of):
-        super().__init__(x, y)
-        self.members = [[i for i, u in enumerate(user_of) if u == user] for user in dict.fromkeys(user_of)]
-
-    def __len__(self):
-        return len(self.members)
-
-    def __getitem__(self, user):
-        return [super(OfUsers, self).__getitem__(i) for i in self.members[user]]
+    users = [[i for i, own in enumerate(user_of) if own == user] for user in dict.fromkeys(user_of)]
+    return [[(x[i], y[i]) for i in members] for members in users]
 
 
 @pytest.fixture
@@ -140,8 +133,8 @@ MEMBERS = [[0, 3], [1, 2, 5, 6], [4, 7], [8, 9, 10]]
 
 
 def a_data_set(kind, x, y, user_of=USER_OF):
-    if kind is OfUsers:
-        return OfUsers(x, y, user_of)
+    if kind is of_users:
+        return of_users(x, y, user_of)
     dataset = kind(x, y)
     dataset.user_of = user_of
     return dataset
@@ -189,7 +182,7 @@ LEFT = [  # of units some of whose examples cannot be used
     [
         *((kind, Microbatch(k), in_units(k), USER_OF) for k, kind in ((1, Items), (3, TensorDataset), (4, Items))),
         *((kind, BY_ATTRIBUTE, MEMBERS, USER_OF) for kind in (TensorDataset, Items)),
-        (OfUsers, User(8, None), MEMBERS, USER_OF),
+        (of_users, User(8, None), MEMBERS, USER_OF),
         *(pytest.param(kind, *left, WITHOUT_SOME, id=f"left_out-{kind.__name__}-{left[0]}")
           for kind in (unusable, Unread) for left in LEFT),
     ],
@@ -204,22 +197,21 @@ def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, record, units
     assert plan.n == (len(units) if user_of is USER_OF else {Example: 11}.get(type(record), 4))
 
 
-@pytest.mark.parametrize("kind", [TensorDataset, OfUsers])
+@pytest.mark.parametrize("kind", [TensorDataset, of_users])
 def test_of_a_user_with_more_examples_a_random_part_is_used(kind):
     """Another one each round; those of a smaller one stay."""
     x, y = torch.arange(11), torch.zeros(11)
     dataset = a_data_set(kind, x, y)
-    units = User(2, None if kind is OfUsers else "user_of").units(dataset)
+    units = User(2, None if kind is of_users else "user_of").units(dataset)
     stream = KeyStream.known(0, "sampling", 0)
     drawn = [[units.examples(dataset, units.draw(i, stream)) for i in range(4)] for _ in range(200)]
-    for i, members in enumerate(MEMBERS if kind is OfUsers else [MEMBERS[k] for k in (1, 3, 0, 2)]):  # by number
-        chosen = [tuple(int(example[0]) for example in one[i]) for one in drawn]
-        assert all(len({*some}) == 2 and {*some} <= {*members} for some in chosen)
-        if len(members) == 2:
-            assert {*chosen} == {tuple(members)}
-        else:
-            counts = [sum(member in some for some in chosen) for member in members]
-            assert all(abs(count - 200 * 2 / len(members)) < 40 for count in counts)  # 5.6 standard deviations
+    by_number = MEMBERS if kind is of_users else [MEMBERS[k] for k in (1, 3, 0, 2)]
+    for members, own in zip(by_number, zip(*drawn, strict=True), strict=True):
+        chosen = [tuple(int(example[0]) for example in one) for one in own]
+        counts = Counter(member for some in chosen for member in some)
+        assert all(len({*some}) == 2 for some in chosen) and counts.keys() == {*members}
+        assert len(members) > 2 or {*chosen} == {tuple(members)}
+        assert all(abs(count - 200 * 2 / len(members)) < 40 for count in counts.values())  # 5.6 standard deviations
 
 
 @pytest.mark.parametrize(
