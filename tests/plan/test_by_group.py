@@ -1,6 +1,5 @@
 """A mechanism, clipping norm and clip rule for each group (McMahan, Andrew et al., section 1)."""
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,6 @@ from reference import engine_of, sums_of
 from test_clip_rules import RULES, WRONG
 from torch import nn
 
-import dpexp
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import (
@@ -90,21 +88,18 @@ def test_one_option_for_all_groups_is_that_option_for_each(mechanism, clip_norm)
     assert plan_of(model(), **common, **options) == plan_of(model(), **common, **each)
 
 
-@pytest.mark.parametrize("first", ["joint", "separate"])
-@pytest.mark.parametrize("last", ["joint", "separate"])
-def test_a_groups_default_is_that_of_its_mechanism_however_that_was_chosen(first, last):
-    """On the command line, by one word for all groups or one for each, and in `Clipping`; each has two vectors."""
-    S = {"joint": math.sqrt(2), "separate": math.sqrt(0.5)}
-    each = ("mechanism=by_group", f"mechanism.by_group={{conv: {first}, fc: {last}}}")
-    for chosen in (each, (f"mechanism={first}",))[: 1 + (first == last)]:
-        plan = dpexp.plan(dpexp.compose("group=conv_fc", "privacy.noise_multiplier=1", *chosen))
-        assert [group.S for group in plan.groups] == pytest.approx([S[first], S[last]])
+ROOTS = {"joint": math.sqrt(2), "separate": math.sqrt(0.5)}  # what a group's bound is by default, of two vectors
+
+
+@pytest.mark.parametrize("first", ROOTS)
+@pytest.mark.parametrize("last", ROOTS)
+def test_a_groups_default_is_that_of_its_mechanism(first, last):
     own = {"joint": Joint(), "separate": Separate()}
     mechanism = {"first": own[first], "last": own[last]}
     plan = plan_of(
         model(), n=100, q=0.1, steps=9, noise_multiplier=1.0, group=GROUP, mechanism=mechanism, vectors="parameter"
     )
-    assert [group.S for group in plan.groups] == pytest.approx([S[first], S[last]])
+    assert [group.S for group in plan.groups] == pytest.approx([ROOTS[first], ROOTS[last]])
 
 
 def test_equal_scales_are_separate_clipping_to_the_norm_times_the_scale():
@@ -135,24 +130,3 @@ def test_equal_scales_are_separate_clipping_to_the_norm_times_the_scale():
 def test_what_is_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         plan_of(model(), n=100, q=0.1, steps=9, noise_multiplier=1.0, group=GROUP, **options)
-
-
-def test_a_job_shows_them_by_group(dpexp_job, capsys):
-    from dpexp.tracking.read import trials
-
-    folder = dpexp_job(
-        "group=conv_fc", "sampling.steps=2", "sampling.epochs=null", "trainer.num_evaluations=0", "alpha=adaptive",
-        "mechanism=by_group", "mechanism.by_group={conv: joint, fc: separate}",
-        "clip_norm=by_group", "clip_norm.by_group={conv: null, fc: {_target_: dpexp.FixedClipNorm, value: 0.5}}",
-        "clip_rule=by_group", "clip_rule.by_group={conv: abadi, fc: automatic}",
-    )  # fmt: skip
-    shown = capsys.readouterr().out
-    assert "clip abadi of conv and automatic (gamma = 0.01) of fc" in shown
-    card = (folder / "card.md").read_text()
-    assert "abadi of conv and automatic (gamma = 0.01) of fc" in card
-    plan = json.loads((folder / "plan.json").read_text())
-    conv, fc, _ = (group["clip_rule"] for group in plan["groups"])
-    assert conv == {"name": "abadi"} and fc == {"gamma": 0.01, "name": "automatic"}
-    (row,) = trials(f"sqlite:///{folder.parents[1]}/mlflow.db", ["dpexp"]).to_dict("records")
-    assert row["mechanism"] == "conv: joint, fc: separate" and row["alpha"] == "adaptive"
-    assert row["clip_rule"] == "conv: abadi, fc: automatic"

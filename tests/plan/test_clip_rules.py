@@ -198,15 +198,6 @@ def test_bad_values_are_refused(make, value):
         make(value)
 
 
-def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
-    output = dpexp_job(
-        "clip_rule=global", "clip_rule.threshold=8", "model=logistic", "group=per_layer",
-        "trainer.num_evaluations=0", "sampling.steps=1", "tracking=none",
-    )  # fmt: skip
-    assert "clip global (threshold = 8" in capsys.readouterr().out
-    assert "clip global (threshold = 8), noise multiplier" in (output / "card.md").read_text()
-
-
 def test_a_rule_that_writes_to_its_norm_is_bounded_all_the_same():
     norms = torch.tensor([1e-3, 1.0, 1e6], dtype=torch.float64)
     c = clip_factors(rule("writing", lambda self, x, S: x.mul_(0) + 1e6), norms, number(0.01), torch.float64)
