@@ -5,13 +5,13 @@ import math
 import os
 import shutil
 import socket
-from collections import Counter
 from functools import cache
 
 from omegaconf import OmegaConf
+from runs import write_run
 
 import dpexp
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, write_ledger
+from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent, write_ledger
 from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import risk
 from dpexp.accounting.sampling import sampling_event
@@ -60,20 +60,6 @@ def tracked_job(folder, *overrides, **facts):
     run_id = mirrored(made_job(folder, *overrides, **facts), None)
     (folder / RUN).write_text(run_id)
     return folder
-
-
-def write_run(path, ledger, close=True, resume=False):
-    """Writes a run's ledger, round by round, and its end file if the run has ended."""
-    facts = {"not_private_reason": ledger.not_private_reason, "record": ledger.record, "part": ledger.part}
-    planned = [round_.sampling for round_ in ledger.training]
-    writer = LedgerWriter(path, ledger.adjacency, planned, resume, **facts)
-    for round_ in Counter(ledger.rounds).elements():
-        writer.sample(round_.sampling)
-        for query in round_.queries:
-            writer.query(query)
-        writer.commit()
-    if close:
-        writer.close()
 
 
 def _of_privacy(ledger, config):

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from runs import ledger, round_of
 from scipy.optimize import linprog
 from scipy.special import ndtr, ndtri
 
@@ -21,12 +22,10 @@ from dpexp.accounting.auditing import (
     releases,
 )  # fmt: skip
 from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent
-from dpexp.accounting.sampling import sampling_event
 
 
 def gaussian(mu, rounds=1):
-    query = SumQueryEvent("all", 1.0, math.sqrt(rounds) / mu)
-    return Ledger("add_remove", {Round(sampling_event("all", 1.0, 1000), (query,)): rounds})
+    return ledger(math.sqrt(rounds) / mu, 1.0, rounds, "all")
 
 
 def of_gaussian(mu):
@@ -36,16 +35,11 @@ def of_gaussian(mu):
 def largest_tail(m, r, c, lines):
     """The largest probability of at least c right guesses among all laws that theorem 9 of Mahloujifar et al. allows,
     with 1 - f the least of lines (height, slope), by linear programming."""
-    i = np.arange(r + 1)
-    over, under = [], []
-    for j in range(r):
-        a = np.where(i > j, i / m, 0.0)
-        b = np.where(i >= j, (r - i) / m, 0.0)
-        for height, slope in lines:
-            over.append(a - slope * b)
-            under.append(height)
-    found = linprog(-(i >= c).astype(float), over, under, np.ones((1, r + 1)), [1.0], method="highs")
-    return -found.fun
+    i, j = np.ogrid[: r + 1, :r]
+    over, under = np.where(i > j, i / m, 0.0).T, np.where(i >= j, (r - i) / m, 0.0).T
+    rows = np.concatenate([over - slope * under for _, slope in lines])
+    heights = np.repeat([height for height, _ in lines], r)
+    return -linprog(-1.0 * (i[:, 0] >= c), rows, heights, np.ones((1, r + 1)), [1.0], method="highs").fun
 
 
 @pytest.mark.parametrize("m, r", [(1, 1), (8, 8), (20, 6), (40, 30)])
@@ -88,48 +82,56 @@ def test_checks_refute():
     assert found.summary()["noise"] == 0.5 and found.summary()["refuted"] == 1
 
 
-def test_releases_that_the_ledger_lacks_are_refuted_and_others_are_not():
-    gradients, metric = SumQueryEvent("all", 1.0, 1.0), SumQueryEvent("loss", 1.0, 9.0)
-    sampling = sampling_event("all", 1.0, 1000)
-    ledger = Ledger("add_remove", {Round(sampling, (gradients, metric)): 5, Round(sampling, (gradients,)): 15})
-    assert not releases({"all": 20, "loss": 5}, ledger).refuted
-    assert not releases({"all": 12, "loss": 3}, ledger).refuted  # a resumed job wrote others
-    for seen, said in (({"all": 21, "loss": 5}, "21 noisy sums of all"), ({"loss": 6}, "6 noisy sums of loss")):
-        found = releases(seen, ledger)
-        assert found.refuted and found.message().startswith(f"{said} were released, and the ledger has ")
+GRADIENTS, METRIC = SumQueryEvent("all", 1.0, 1.0), SumQueryEvent("loss", 1.0, 9.0)
+ALL = round_of(policy="all").sampling
+BOTH = Ledger("add_remove", {Round(ALL, (GRADIENTS, METRIC)): 5, Round(ALL, (GRADIENTS,)): 15})
+
+
+@pytest.mark.parametrize(
+    "seen, said",
+    [
+        ({"all": 20, "loss": 5}, None), ({"all": 12, "loss": 3}, None),  # a resumed job wrote others
+        ({"all": 21, "loss": 5}, "21 noisy sums of all"), ({"loss": 6}, "6 noisy sums of loss"),
+    ],
+)  # fmt: skip
+def test_releases_that_the_ledger_lacks_are_refuted_and_others_are_not(seen, said):
+    found = releases(seen, BOTH)
+    assert found.refuted == (said is not None)
+    assert said is None or found.message().startswith(f"{said} were released, and the ledger has ")
 
 
 # Checks of the plan, each at a large level, so that errors of both types can be counted.
 
 
-def counted(test, runs=600):
-    return sum(test() for _ in range(runs)) / runs
-
-
-def within(found, expected, runs=600):
-    return abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / runs)
+def assert_refuted(test, rate, runs=600):
+    """The test refutes at this rate."""
+    found = sum(test().refuted for _ in range(runs)) / runs
+    assert abs(found - rate) < 4 * math.sqrt(rate * (1 - rate) / runs)
 
 
 def test_honest_noise_is_refuted_as_often_as_the_level_says_and_less_noise_found_with_the_power_told():
     rng, level = np.random.default_rng(4), 0.02
-    detectable = noise_scale(np.ones((3, 50)), level).detectable
-    assert within(counted(lambda: noise_scale(rng.normal(size=(3, 50)), level).refuted), level)
-    assert within(counted(lambda: noise_scale(detectable * rng.normal(size=(3, 50)), level).refuted), POWER)
+    for scale, rate in ((1, level), (noise_scale(np.ones((3, 50)), level).detectable, POWER)):
+        assert_refuted(lambda scale=scale: noise_scale(scale * rng.normal(size=(3, 50)), level), rate)
 
 
 @pytest.mark.parametrize("mu", [0.5, 3.0])
 def test_the_distance_is_refuted_as_often_as_the_level_says_and_found_with_the_power_told(mu):
-    rng, level, yes, runs = np.random.default_rng(8), 0.1, np.arange(100) < 40, 100
-    found = lambda true: distance(*((true * yes + rng.normal(size=100))[those] for those in (yes, ~yes)), mu, level)  # noqa: E731
-    detectable = found(mu).detectable
-    assert within(counted(lambda: found(mu).refuted, runs), level, runs)
-    assert within(counted(lambda: found(detectable).refuted, runs), POWER, runs)
+    rng, level, yes = np.random.default_rng(8), 0.1, np.arange(100) < 40
+
+    def found(true=mu):
+        scores = true * yes + rng.normal(size=100)
+        return distance(scores[yes], scores[~yes], mu, level)
+
+    detectable = found().detectable
+    assert_refuted(found, level, 100)
+    assert_refuted(lambda: found(detectable), POWER, 100)
     assert distance(np.ones(40), np.zeros(60), mu, level).refuted
 
 
 def test_noise_used_twice_is_found_and_other_noise_is_not():
     rng, level = np.random.default_rng(5), 0.05
-    assert counted(lambda: noise_reuse(rng.normal(size=(6, 40)), level).refuted) <= level
+    assert sum(noise_reuse(rng.normal(size=(6, 40)), level).refuted for _ in range(600)) <= 600 * level
     rows = rng.normal(size=(6, 40))
     rows[4] = -rows[1]
     assert noise_reuse(rows, 1e-6).refuted and noise_reuse(rows, 1e-6).found == pytest.approx(1)
@@ -140,17 +142,23 @@ def test_noise_used_twice_is_found_and_other_noise_is_not():
 @pytest.mark.parametrize("q", [0.5, 0.01])
 def test_the_rate_of_inclusion_is_refuted_as_often_as_the_level_says(q):
     rng, level, chances = np.random.default_rng(6), 0.05, 5000
+
+    def refuted(count):
+        return rate_of_inclusion(count, chances, q, level).refuted
+
     detectable = q * rate_of_inclusion(1, chances, q, level).detectable
-    assert counted(lambda: rate_of_inclusion(rng.binomial(chances, q), chances, q, level).refuted) <= level + 0.01
-    assert counted(lambda: rate_of_inclusion(rng.binomial(chances, detectable), chances, q, level).refuted) >= 0.93
-    assert rate_of_inclusion(0, chances, q, level).limit == 0 and rate_of_inclusion(chances, chances, q, level).refuted
+    honest, more = (sum(map(refuted, rng.binomial(chances, true, 600))) / 600 for true in (q, detectable))
+    assert honest <= level + 0.01 and more >= 0.93
+    assert rate_of_inclusion(0, chances, q, level).limit == 0 and refuted(chances)
 
 
 def test_contributions_are_refuted_as_often_as_the_level_says():
     rng, level = np.random.default_rng(7), 0.05
-    mean = lambda: contribution("all", 1 + 0.1 * rng.normal(size=30).mean(), 0.1 / math.sqrt(30), level)  # noqa: E731
-    largest = lambda: contribution("largest", 1 + 0.1 * rng.normal(size=30).max(), 0.1, level / 30)  # noqa: E731
-    assert within(counted(lambda: mean().refuted), level)
-    assert within(counted(lambda: largest().refuted), 1 - (1 - level / 30) ** 30)
+
+    def found(name="all", mean=1.0, scale=0.1, level=level, of=np.mean):
+        return contribution(name, mean + 0.1 * of(rng.normal(size=30)), scale, level)
+
+    assert_refuted(lambda: found(scale=0.1 / math.sqrt(30)), level)
+    assert_refuted(lambda: found("largest", level=level / 30, of=np.max), 1 - (1 - level / 30) ** 30)
     detectable = contribution("all", 1.0, 0.1, level).detectable
-    assert within(counted(lambda: contribution("all", detectable + 0.1 * rng.normal(), 0.1, level).refuted), POWER)
+    assert_refuted(lambda: found(mean=detectable, of=lambda x: x[0]), POWER)

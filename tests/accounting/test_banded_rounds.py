@@ -2,19 +2,15 @@
 
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
+from runs import composed, ledger, round_of, sampled
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent, concatenate
 from dpexp.accounting.releases import Release, releases
-from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
-
-N = 1000
 
 
 def bands(b):
@@ -22,89 +18,78 @@ def bands(b):
     return tuple(np.full(b, b**-0.5).tolist())
 
 
-def round_(z=1.0, q=0.05, parts=4, block=0, c=None):
-    return Round(
-        sampling_event("cyclic_poisson", q, N, parts=parts, block=block),
-        (SumQueryEvent("all", 1.0, z, bands=bands(parts) if c is None else c),),
-    )
+def banded(z=1.0, q=0.05, parts=4, block=0, c=None):
+    return round_of(z, q, "cyclic_poisson", parts=parts, block=block, bands=c or bands(parts))
 
 
-def poisson(z, q, rounds):
-    return Ledger("add_remove", {Round(sampling_event("poisson", q, N), (SumQueryEvent("all", 1.0, z),)): rounds})
+def of(rounds, adjacency="add_remove"):
+    return releases(Ledger(adjacency, rounds), "pld")
 
 
 @pytest.mark.parametrize("rounds", [1, 5, 40])
 def test_a_block_costs_as_many_poisson_rounds_as_its_largest_partition(rounds):
-    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-    event = dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(1.3))
-    accountant.compose(event, math.ceil(rounds / 4))
-    found = epsilon(Ledger("add_remove", {round_(1.3): rounds}), 1e-5)
-    assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=2e-3)
-    assert found >= accountant.get_epsilon(1e-5) * 0.9995
+    theirs = composed(PLDAccountant(), (sampled(1.3, 0.2), math.ceil(rounds / 4))).get_epsilon(1e-5)
+    found = epsilon(Ledger("add_remove", {banded(1.3): rounds}), 1e-5)
+    assert theirs * 0.9995 <= found == pytest.approx(theirs, rel=2e-3)
 
 
-def test_the_column_norm_is_the_ledgers():
+OWN = SumQueryEvent("loss", 3.0, 4.0)  # a metric's, of one band
+WITH = Round(banded().sampling, (*banded(2.0).queries, OWN))
+
+
+@pytest.mark.parametrize(
+    "rounds, z, count",
+    [
+        ({banded(c=(1.0, 0.5, 0.375, 0.3125)): 40}, (1 + 0.5**2 + 0.375**2 + 0.3125**2) ** -0.5, 10),
+        ({WITH: 4, banded(2.0): 4}, (1 / 4 + 9 / 16) ** -0.5, 2),
+    ],
+    ids=["a column longer than 1", "independent noise beside"],
+)
+def test_each_query_counts_with_its_own_norm(rounds, z, count):
     """Forgotten, it would make z too large."""
-    forgotten = Ledger("add_remove", {round_(1.0, c=(1.0, 0.5, 0.375, 0.3125)): 40})
-    ((release, count),) = releases(forgotten).items()
-    assert release.z == pytest.approx(1 / math.sqrt(1 + 0.5**2 + 0.375**2 + 0.3125**2)) and count == 10
+    ((release, found),) = of(rounds).items()
+    assert release.z == pytest.approx(z) and found == count
 
 
 @pytest.mark.parametrize(
     "rounds, adjacency, found",
     [
         # each block is rounded up: a resume begins another
-        ({round_(block=0): 5, round_(block=5): 3}, "add_remove", {Release(1.0, 0.2): 3}),
+        ({banded(block=0): 5, banded(block=5): 3}, "add_remove", {Release(1.0, 0.2): 3}),
         # of rounds that differ, a record may be in the costliest
-        (
-            {round_(1.0): 2, round_(3.0): 4, round_(2.0): 6}, "add_remove",
-            {Release(1.0, 0.2): 2, Release(2.0, 0.2): 1},
-        ),
-        ({round_(): 8}, "replace_one", {Release(0.5, 0.2, "poisson_replaced"): 2}),
-        ({round_(): 8}, "replace_null", {Release(1, 0.2): 2}),
+        ({banded(1.0): 2, banded(3.0): 4, banded(2.0): 6}, "add_remove", {Release(1.0, 0.2): 2, Release(2.0, 0.2): 1}),
+        ({banded(): 8}, "replace_one", {Release(0.5, 0.2, "poisson_replaced"): 2}),
+        ({banded(): 8}, "replace_null", {Release(1, 0.2): 2}),
     ],
-)  # fmt: skip
+)
 def test_what_blocks_cost(rounds, adjacency, found):
-    assert releases(Ledger(adjacency, rounds), "pld") == found
-
-
-def test_independent_noise_beside_counts_with_its_own_norm():
-    """A metric's, of one band, in the same rounds."""
-    both = (SumQueryEvent("all", 1.0, 2.0, bands=bands(4)), SumQueryEvent("loss", 3.0, 4.0))
-    event = round_().sampling
-    run = Ledger("add_remove", {Round(event, both): 4, Round(event, both[:1]): 4})
-    ((release, count),) = releases(run).items()
-    assert release.z == pytest.approx((1 / 4 + 9 / 16) ** -0.5) and count == 2
+    assert of(rounds, adjacency) == found
 
 
 def test_runs_on_the_same_data_share_no_block():
-    one = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
-    both = concatenate([one, one])
-    assert sorted(r.sampling.first for r in both.rounds) == [0, 5, 6, 11]
-    assert sum(releases(both).values()) == 6
-    query = SumQueryEvent("all", 1.0, 1.0)
-    shuffled = Ledger("replace_null", {Round(sampling_event("shuffle", 0.1, N, epoch=7), (query,)): 1})
-    cyclic = Ledger("replace_null", {round_(): 5})
-    assert sorted(r.sampling.first for r in concatenate([shuffled, cyclic, cyclic]).rounds) == [7, 8, 9]
+    def firsts(*runs):
+        return sorted(round_.sampling.first for round_ in concatenate(runs).rounds)
+
+    one = Ledger("add_remove", {banded(block=0): 5, banded(block=5): 3})
+    assert firsts(one, one) == [0, 5, 6, 11] and sum(releases(concatenate([one, one])).values()) == 6
+    cyclic = Ledger("replace_null", {banded(): 5})
+    assert firsts(ledger(1.0, 0.1, 1, "shuffle", "replace_null", epoch=7), cyclic, cyclic) == [7, 8, 9]
+
+
+BOTH = Round(banded().sampling, (*banded().queries, SumQueryEvent("other", 1.0, 1.0, bands=bands(4))))
 
 
 @pytest.mark.parametrize(
-    "event, message",
+    "rounds, message",
     [
-        ({"policy": "poisson", "q": 0.1}, "choose sampling=cyclic_poisson with at least 4 partitions"),
-        ({"policy": "cyclic_poisson", "q": 0.1, "parts": 3, "block": 0}, "unlike sampling=cyclic_poisson with 3 part"),
+        ({round_of(bands=bands(4)): 4}, "choose sampling=cyclic_poisson with at least 4 partitions"),
+        ({banded(q=0.1, parts=3, c=bands(4)): 4}, "unlike sampling=cyclic_poisson with 3 part"),
+        # A group that pauses would have its columns closer to one another than a record's rounds are; bands that change
+        # are no longer a column's.
+        *(({banded(): 4, other: 4}, "block 0 have different rates, numbers of partitions or bands")
+          for other in (BOTH, banded(c=(0.8, 0.6)), banded(parts=5, c=(1.0,)), banded(q=0.06))),
     ],
-)
-def test_noise_that_reaches_a_records_next_round_is_refused(event, message):
-    run = Ledger("add_remove", {Round(sampling_event(n=N, **event), round_().queries): 4})
+)  # fmt: skip
+def test_noise_that_reaches_a_records_next_round_is_refused(rounds, message):
     with pytest.raises(ConfigError, match=message):
-        epsilon(run, 1e-5)
-
-
-def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
-    """A group that pauses would have its columns closer to one another than a record's rounds are; bands that change
-    are no longer a column's."""
-    both = (*round_().queries, SumQueryEvent("other", 1.0, 1.0, bands=bands(4)))
-    for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6)), round_(parts=5, c=(1.0,)), round_(q=0.06)):
-        with pytest.raises(ConfigError, match="block 0 have different rates, numbers of partitions or bands"):
-            epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
+        epsilon(Ledger("add_remove", rounds), 1e-5)

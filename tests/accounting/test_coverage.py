@@ -4,16 +4,14 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from test_accountants import ledger
+from runs import ledger, round_of
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import NAMES, Coverage, check_covered, coverage
-from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round
 from dpexp.accounting.releases import releases
-from dpexp.accounting.sampling import Poisson, sampling_event
+from dpexp.accounting.sampling import Poisson
 from dpexp.errors import ConfigError
-
-SAMPLE = sampling_event("poisson", 0.1, 1000)
 
 
 @dataclass(frozen=True)
@@ -25,25 +23,27 @@ class Unknown:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ask", [epsilon, delta])
 @pytest.mark.parametrize(
-    "run, message",
+    "adjacency, noise, message",
     [
-        (Ledger("add_one", {Round(SAMPLE, (Unknown(),)): 3}), "adjacency=add_one is unknown; known: add_remove, "),
-        (Ledger("add_remove", {Round(SAMPLE, (Unknown(noise="cauchy"),)): 3}), "of the query 'all' .cauchy"),
+        ("add_one", "gaussian", "adjacency=add_one is unknown; known: add_remove, "),
+        ("add_remove", "cauchy", "of the query 'all' .cauchy"),
     ],
-)  # fmt: skip
-def test_anything_not_covered_is_refused(run, message, name):
-    for ask in (epsilon, delta):
-        with pytest.raises(ConfigError, match=message):
-            ask(run, 0.1, name)
+)
+def test_anything_not_covered_is_refused(adjacency, noise, message, ask, name):
+    run = Ledger(adjacency, {Round(round_of().sampling, (Unknown(noise=noise),)): 3})
+    with pytest.raises(ConfigError, match=message):
+        ask(run, 0.1, name)
 
 
 @pytest.mark.parametrize("name", ["PLD", "pld ", "zcdp", ""])
-def test_an_unknown_accountant_is_refused(name):
-    for ask in (lambda: epsilon(ledger(4.0, 0.01, 9), 1e-5, name), lambda: releases(ledger(4.0, 0.01, 9), name),
-                lambda: check_covered(Poisson, "add_remove", name)):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"accountant={name} is unknown; known: pld, "):
-            ask()
+@pytest.mark.parametrize(
+    "ask, given", [(epsilon, (ledger(), 1e-5)), (releases, (ledger(),)), (check_covered, (Poisson, "add_remove"))]
+)
+def test_an_unknown_accountant_is_refused(name, ask, given):
+    with pytest.raises(ConfigError, match=f"accountant={name} is unknown; known: pld, "):
+        ask(*given, name)
 
 
 class Concentrated:
@@ -59,26 +59,37 @@ class Concentrated:
         return self._rho + 2 * math.sqrt(self._rho * math.log(1 / delta))
 
 
-def test_an_accountant_of_ones_own_is_used_for_what_it_covers(monkeypatch):
-    own = "test_coverage.Concentrated"
-    query = SumQueryEvent("all", 1.0, 3.0)
-    full = Round(sampling_event("all", 1.0, 9), (query,))
-    assert epsilon(Ledger("add_remove", {full: 7}), 1e-5, own) == pytest.approx(
-        7 / 18 + 2 * math.sqrt(7 / 18 * math.log(1e5))
-    )
-    laplace = Round(sampling_event("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 9.0),))
-    for run, message in (
-        (ledger(3.0, 0.1, 7), "has no bound for sampling=poisson under adjacency=add_remove"),
-        (Ledger("replace_one", {full: 7}), "has no bound for sampling=full_batch under adjacency=replace_one"),
-        (Ledger("add_remove", {laplace: 1}), "is not stated for the noise of the query 'x'"),
-    ):
-        with pytest.raises(ConfigError, match=f"accountant={own} {message}"):
-            epsilon(run, 1e-5, own)
+OWN = "test_coverage.Concentrated"
+LAPLACE = Round(round_of(policy="all").sampling, (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 9.0),))
+
+
+def test_an_accountant_of_ones_own_is_used():
+    expected = 7 / 18 + 2 * math.sqrt(7 / 18 * math.log(1e5))
+    assert epsilon(ledger(3.0, 1.0, 7, "all"), 1e-5, OWN) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "run, message",
+    [
+        (ledger(3.0, 0.1, 7), f"accountant={OWN} has no bound for sampling=poisson under adjacency=add_remove"),
+        (ledger(3.0, 1.0, 7, "all", "replace_one"), "no bound for sampling=full_batch under adjacency=replace_on"),
+        (Ledger("add_remove", {LAPLACE: 1}), f"accountant={OWN} is not stated for the noise of the query 'x'"),
+    ],
+)
+def test_an_accountant_of_ones_own_is_used_for_what_it_covers_alone(run, message):
+    with pytest.raises(ConfigError, match=message):
+        epsilon(run, 1e-5, OWN)
+
+
+def test_what_is_no_accountant_is_refused():
     with pytest.raises(ConfigError, match="Round is unknown"):
         coverage("test_coverage.Round")
+
+
+def test_what_an_accountant_of_ones_own_gives_must_be_an_epsilon(monkeypatch):
     monkeypatch.setattr(Concentrated, "epsilon", lambda *_: math.nan)
     with pytest.raises(ConfigError, match="Concentrated gives ε = nan, which is not a number of at least 0"):
-        epsilon(Ledger("add_remove", {full: 7}), 1e-5, own)
+        epsilon(ledger(policy="all"), 1e-5, OWN)
 
 
 def test_a_policy_that_covers_nothing_has_no_accountant():

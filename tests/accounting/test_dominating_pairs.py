@@ -8,11 +8,10 @@ import mpmath
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation, pld
-from scipy.integrate import quad
+from runs import composed, exact_gaussian, ledger
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 from scipy.stats import norm
-from test_accountants import exact_gaussian, of
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair
@@ -22,28 +21,18 @@ SIZES = list(itertools.product((0.3, 6.0), (0.01, 0.95)))
 
 def hockey_stick(z, p, q, alpha):
     """E_α of two mixtures {mean: weight} of Gaussians, the ratio of which rises: what both have above the x where
-    p = αq (found by bisection). By quadrature it is the same to five digits."""
-
-    def log_density(mixture, x):
-        return logsumexp([math.log(w) + norm.logpdf(x, mean, z) for mean, w in mixture.items()])
+    p = αq. (By quadrature it is the same to five digits.)"""
 
     def excess(x):
-        return log_density(p, x) - log_density(q, x) - math.log(alpha)
-
-    def above(mixture, x):
-        return sum(w * norm.sf(x, mean, z) for mean, w in mixture.items())
+        first, second = (logsumexp(norm.logpdf(x, [*one], z), b=[*one.values()]) for one in (p, q))
+        return first - second - math.log(alpha)
 
     far = 40 * z + 50
     if excess(far) <= 0:
         return 0.0
     x = -far if excess(-far) >= 0 else brentq(excess, -far, far, xtol=1e-13)
-    exact = above(p, x) - alpha * above(q, x)
-    integral = quad(
-        lambda t: np.exp(log_density(p, t)) - alpha * np.exp(log_density(q, t)),
-        max(x, -10 * z - 1), max(x, 0) + 10 * z + 1, limit=200,
-    )  # fmt: skip
-    assert exact == pytest.approx(integral[0], abs=1e-5)
-    return exact
+    first, second = (norm.sf(x, [*one], z) @ [*one.values()] for one in (p, q))
+    return first - alpha * second
 
 
 def mixture(q, mean):
@@ -73,14 +62,14 @@ def exact_cell(z, q, a, lower, upper):
     def where(loss):
         if a == 0.5:
             return z**2 * (loss + 2 * mpmath.asinh(mpmath.sinh(loss / 2) * mpmath.exp(1 / (8 * z**2)) * (1 - q) / q))
-        sign = 1 if a == 1 else -1
+        sign = 2 * a - 1
         ratio = 1 + mpmath.expm1(sign * loss) / q
         return sign * (z**2 * mpmath.log(ratio) + 0.5 if ratio > 0 else -mpmath.inf)
 
     def between(mean):
         low, high = ((where(loss) - mean) / z for loss in (lower, upper))
         low, high = (-high, -low) if low > 0 else (low, high)
-        return (mpmath.erfc(-high / mpmath.sqrt(2)) - mpmath.erfc(-low / mpmath.sqrt(2))) / 2
+        return mpmath.ncdf(high) - mpmath.ncdf(low)
 
     p, r = ((1 - q) * between(0) + q * between(mean) for mean in (a, a - 1))
     return p, p - mpmath.exp(lower) * r
@@ -97,86 +86,63 @@ def test_rounding_never_lowers_a_mass_or_a_loss(a):
             first, mass, excess, _, _ = PoissonPair(z, q, a).cells(h, -300 * h, -random.uniform(20, 200))
             likely = random.choice(len(mass), 6, p=mass / mass.sum())
             for i in {0, len(mass) - 1, max(0, -first - 1), *random.integers(0, len(mass), 4), *likely}:
-                lower, upper = (mpmath.mpf(float(h)) * int(first + i + side) for side in (0, 1))
-                exact_mass, exact_excess = exact_cell(z, q, a, lower, upper)
+                exact_mass, exact_excess = exact_cell(
+                    z, q, a, *(mpmath.mpf(float(h)) * int(first + i + side) for side in (0, 1))
+                )
                 assert mass[i] >= exact_mass - 1e-300 and excess[i] >= exact_excess - 1e-300
                 assert mass[i] < 1e-3 or excess[i] - exact_excess <= 1e-6 * mass[i] * h
-
-
-# Samples of fixed size
 
 
 @pytest.mark.parametrize("z, q", SIZES)
 def test_a_sample_of_fixed_size_has_the_profile_of_balle_et_al(z, q):
     """Above 0: q δ(ε') with e^ε' = 1 + (e^ε - 1)/q; below: 1 - α + α times the same at -ε. Theirs is at 2S = 1."""
-    found = on_grid(FixedSizePair(z, q))
-
-    def profile(e):
-        exact = q * hockey_stick(z, mixture(1.0, 1.0), mixture(1.0, 0.0), 1 + math.expm1(e) / q)
-        assert exact == pytest.approx(hockey_stick(z, mixture(q, 1.0), mixture(1.0, 0.0), math.exp(e)), abs=1e-12)
-        return exact
-
+    found, full = on_grid(FixedSizePair(z, q)), mixture(1.0, 0.0)
     for e in (0.0, 0.003, 0.1, 1.0):
-        exact = profile(e)
+        exact = q * hockey_stick(z, mixture(1.0, 1.0), full, 1 + math.expm1(e) / q)
+        assert exact == pytest.approx(hockey_stick(z, mixture(q, 1.0), full, math.exp(e)), abs=1e-12)
         assert exact - 1e-13 <= found(e) <= exact * (1 + 1e-3) + 1e-6
         below = -math.expm1(-e) + math.exp(-e) * exact
         assert below - 1e-13 <= found(-e) <= below + 1e-5
 
 
-# Truncated samples
-
-
 @pytest.mark.parametrize("z, q, maximum, rounds, d", [(1.0, 0.02, 24, 100, 1e-4), (2.0, 0.5, 505, 30, 1e-9)])
 def test_truncated_samples_against_dp_accounting(z, q, maximum, rounds, d):
-    accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 2e-4)
-    accountant.compose(dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, q, maximum, z), rounds)
-    run = of("truncated_poisson", "replace_null", z=z, q=q, rounds=rounds, maximum=maximum)
+    event = dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, q, maximum, z)
+    theirs = composed(pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 2e-4), (event, rounds)).get_epsilon(d)
+    found = epsilon(ledger(z, q, rounds, "truncated_poisson", "replace_null", maximum=maximum), d)
     full = exact_gaussian(2 * math.sqrt(rounds) / z, d)  # a record nulled may let another in
-    assert epsilon(run, d) == pytest.approx(min(accountant.get_epsilon(d), full), rel=1e-3)
-    assert epsilon(of("poisson", "replace_null", z=z, q=q, rounds=rounds), d) <= epsilon(run, d) * (1 + 1e-4)
+    assert found == pytest.approx(min(theirs, full), rel=1e-3)
+    assert epsilon(ledger(z, q, rounds, "poisson", "replace_null"), d) <= found * (1 + 1e-4)
 
 
-def test_a_maximum_that_never_binds_costs_nothing():
-    plain = epsilon(of("poisson", "replace_null", z=1.0, q=0.1, rounds=50), 1e-6)
-    for maximum in (999, 5000):
-        run = of("truncated_poisson", "replace_null", z=1.0, q=0.1, rounds=50, maximum=maximum)
-        assert epsilon(run, 1e-6) == pytest.approx(plain, rel=1e-12)
+@pytest.mark.parametrize("maximum", [999, 5000])
+def test_a_maximum_that_never_binds_costs_nothing(maximum):
+    plain = epsilon(ledger(1.0, 0.1, 50, "poisson", "replace_null"), 1e-6)
+    run = ledger(1.0, 0.1, 50, "truncated_poisson", "replace_null", maximum=maximum)
+    assert epsilon(run, 1e-6) == pytest.approx(plain, rel=1e-12)
 
 
-# A record of a Poisson sample replaced
-
-
-@pytest.mark.parametrize("z, q, rounds, h", [(1.0, 0.1, 30, 5e-4), (8.0, 0.5, 100, 1e-3)])
-def test_replacing_a_sampled_record_against_dp_accounting(z, q, rounds, h):
-    for d in (1e-4, 1e-8):
-        one = pld.privacy_loss_distribution.from_gaussian_mechanism(
-            z, sampling_prob=q, value_discretization_interval=h,
-            neighboring_relation=NeighboringRelation.REPLACE_ONE,
-        )  # fmt: skip
-        run = of("poisson", "replace_one", z=z, q=q, rounds=rounds)
-        assert epsilon(run, d) == pytest.approx(one.self_compose(rounds).get_epsilon_for_delta(d), rel=1e-3)
-        removed = epsilon(of("poisson", "add_remove", z=z, q=q, rounds=rounds), d)
-        full = epsilon(of("all", "replace_one", z=z, q=1.0, rounds=rounds), d)
-        assert removed < epsilon(run, d) < full
+@pytest.mark.parametrize("run", [(1.0, 0.1, 30), (8.0, 0.5, 100)])
+@pytest.mark.parametrize("d", [1e-4, 1e-8])
+def test_replacing_a_sampled_record_costs_more_than_removing_it_and_less_than_without_sampling(run, d):
+    z, _, rounds = run
+    removed, full = ledger(*run), ledger(z, 1.0, rounds, "all", "replace_one")
+    assert epsilon(removed, d) < epsilon(ledger(*run, "poisson", "replace_one"), d) < epsilon(full, d)
 
 
 def test_no_two_records_are_easier_to_tell_apart_than_opposite_ones():
     """Lebeda et al. 2025, proposition 13, in the plane, for every α: neighbours x and y with ‖x‖, ‖y‖ <= S = 1/2."""
     z, q, random = 0.4, 0.3, np.random.default_rng(0)
     grid = np.linspace(-3, 3, 241)
-    plane = np.stack(np.meshgrid(grid, grid), -1)
-    cell = (grid[1] - grid[0]) ** 2
+    plane = grid + 1j * grid[:, None]
 
-    def density(center):
-        def normal(mean):
-            return np.exp(-((plane - mean) ** 2).sum(-1) / (2 * z**2)) / (2 * math.pi * z**2)
-
-        return (1 - q) * normal(np.zeros(2)) + q * normal(center)
+    def density(x):
+        both = (np.exp(-(np.abs(plane - mean) ** 2) / (2 * z**2)) for mean in (0, x))
+        return np.tensordot([1 - q, q], [*both], 1) / (2 * math.pi * z**2)
 
     bound = on_grid(PoissonPair(z, q, 0.5))
     for _ in range(40):
-        angles, sizes = random.uniform(0, 2 * math.pi, 2), 0.5 * np.sqrt(random.uniform(0.2, 1, 2))
-        x, y = (size * np.array([math.cos(angle), math.sin(angle)]) for size, angle in zip(sizes, angles, strict=True))
-        p, r = density(x), density(y)
+        angles = random.uniform(0, 2 * math.pi, 2)
+        p, r = map(density, 0.5 * np.sqrt(random.uniform(0.2, 1, 2)) * np.exp(1j * angles))
         for e in (-1.0, -0.2, 0.0, 0.1, 0.5, 1.5):
-            assert np.maximum(p - math.exp(e) * r, 0).sum() * cell <= bound(e) + 1e-9
+            assert np.maximum(p - math.exp(e) * r, 0).sum() * (grid[1] - grid[0]) ** 2 <= bound(e) + 1e-9

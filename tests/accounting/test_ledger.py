@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from runs import add, ledger, round_of, write_run
 
 from dpexp.accounting.ledger import (
     Ledger,
@@ -19,67 +20,57 @@ from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.sampling import sampling_event
 from dpexp.errors import ConfigError
 
-SAMPLING = sampling_event("poisson", 0.01, 60_000)
-ALL = (SumQueryEvent("all", 1.0, 4.0),)
-OTHER = (SumQueryEvent("other", 1.0, 2.0),)
+ONE, OTHER = (round_of(z, 0.01, n=60_000) for z in (4.0, 2.0))
+SAMPLING = ONE.sampling
 
 
-def one_round(writer, *queries):
-    writer.sample(SAMPLING)
-    for query in queries or ALL:
-        writer.query(query)
-    writer.commit()
+def run_of(*rounds):
+    return Ledger("add_remove", {round_: rounds.count(round_) for round_ in rounds})
 
 
-def write(path, rounds, queries=ALL):
-    writer = LedgerWriter(path)
-    for _ in range(rounds):
-        one_round(writer, *queries)
-    return writer
-
-
-def closed(path, rounds=3, queries=ALL):
+def closed(path, rounds=3):
     """The lines of a closed ledger."""
-    write(path, rounds, queries).close()
+    write_run(path, run_of(*[ONE] * rounds))
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_what_was_written_is_read(tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "l.jsonl"
+
+
+def test_what_was_written_is_read(path):
     two = (SumQueryEvent("conv", 1.0, 4.0), SumQueryEvent("fc", 2.0, 3.0))
-    writer = write(tmp_path / "l.jsonl", 3, two)
+    both, first = Round(SAMPLING, two), Round(SAMPLING, two[:1])
+    writer = write_run(path, run_of(both, both, both), close=False)
     writer.sample(SAMPLING)  # never released, so it costs nothing
-    one_round(writer, two[0])
-    assert len(ledger_so_far(tmp_path / "l.jsonl")) == 4, "each round is on disk when commit returns"
+    add(writer, first)
+    assert len(ledger_so_far(path)) == 4, "each round is on disk when commit returns"
     writer.close()
-    ledger = read_ledger(tmp_path / "l.jsonl")
-    assert ledger == writer.ledger and not ledger.incomplete
-    assert ledger.rounds == {Round(SAMPLING, two): 3, Round(SAMPLING, two[:1]): 1}
+    assert read_ledger(path) == writer.ledger == run_of(both, both, both, first)
 
 
-@pytest.mark.parametrize("end", ["closed", "killed", "half a round", "half a closing line"])
-def test_resuming_continues_the_same_ledger(tmp_path, end):
-    path = tmp_path / "l.jsonl"
-    lines = closed(path)
+@pytest.mark.parametrize(
+    "lines, cut, before", [(6, 0, 3), (5, 0, 3), (5, 3, 2), (6, 3, 3)],
+    ids=["closed", "killed", "half a round", "half a closing line"],
+)  # fmt: skip
+def test_resuming_continues_the_same_ledger(path, lines, cut, before):
+    left = b"".join(closed(path)[:lines])
     end_of(path).unlink()  # as of a run that was killed before it wrote it
-    left = {"closed": lines, "killed": lines[:-1], "half a round": [*lines[:-2], lines[-2][:-3]],
-            "half a closing line": [*lines[:-1], lines[-1][:-3]]}  # fmt: skip
-    path.write_bytes(b"".join(left[end]))
-    before = 2 if end == "half a round" else 3
-    for more, queries in ((1, ALL), (2, OTHER)):
-        writer = LedgerWriter(path, resume=True)
-        one_round(writer, *queries)
-        writer.close()
+    path.write_bytes(left[: len(left) - cut])
+    for more, round_ in ((1, ONE), (2, OTHER)):
+        writer = write_run(path, run_of(round_), resume=True)
         assert read_ledger(path) == writer.ledger and len(writer.ledger) == before + more
-    assert path.read_text().count('"spec"') == 2 and path.read_text().count('"sha256"') == 2 + (end == "closed")
+    assert path.read_text().count('"spec"') == 2 and path.read_text().count('"sha256"') == 2 + ((lines, cut) == (6, 0))
 
 
-def test_two_runs_never_share_a_ledger(tmp_path):
-    write(tmp_path / "l.jsonl", 1)
+def test_two_runs_never_share_a_ledger(path):
+    write_run(path, run_of(ONE), close=False)
     with pytest.raises(ConfigError, match="already holds"):
-        LedgerWriter(tmp_path / "l.jsonl")
+        LedgerWriter(path)
     with pytest.raises(ConfigError, match="does not exist"):
-        LedgerWriter(tmp_path / "other.jsonl", resume=True)
-    assert not (tmp_path / "other.jsonl").exists()
+        LedgerWriter(path.with_name("other"), resume=True)
+    assert not path.with_name("other").exists()
 
 
 VALID = {
@@ -116,40 +107,42 @@ def test_equation_1_reduces_a_round_to_one_query():
     assert round_.z("add_remove") == 2 * round_.z("replace_one") == pytest.approx((0.25 + 1) ** -0.5, rel=1e-15)
 
 
-def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):
-    writer = LedgerWriter(tmp_path / "run.jsonl", planned=[SAMPLING])
-    for queries in (ALL, ALL, ALL, OTHER):
-        one_round(writer, *queries)
-    writer.close()
-    write_ledger(tmp_path / "plan.jsonl", writer.ledger)
-    assert read_ledger(tmp_path / "plan.jsonl") == read_ledger(tmp_path / "run.jsonl")
-    mixed = {Round(SAMPLING, ALL): 2, Round(sampling_event("shuffle", 0.5, 10, epoch=0), ALL): 1}
-    for ledger in (Ledger("replace_null", mixed), Ledger("add_remove", {}), Ledger("add_remove", mixed, True)):
-        write_ledger(tmp_path / "other.jsonl", ledger)
-        assert ledger_so_far(tmp_path / "other.jsonl") == ledger
+MIXED = {ONE: 2, round_of(4.0, 0.5, "shuffle", n=10): 1}
 
 
-def test_a_resumed_run_stays_private_or_not_private(tmp_path):
+@pytest.mark.parametrize(
+    "run",
+    [run_of(ONE, ONE, ONE, OTHER), Ledger("replace_null", MIXED), Ledger("add_remove", {}),
+     Ledger("add_remove", MIXED, incomplete=True)],
+)  # fmt: skip
+def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path, run):
+    write_ledger(tmp_path / "plan.jsonl", run)
+    assert ledger_so_far(tmp_path / "plan.jsonl") == run
+    if run.rounds and not run.incomplete:
+        assert write_run(tmp_path / "run.jsonl", run).ledger == read_ledger(tmp_path / "run.jsonl") == run
+
+
+def test_a_resumed_run_stays_private_or_not_private(tmp_path, path):
     LedgerWriter(tmp_path / "open.jsonl", not_private_reason="the noise seed is known").close()
     again = LedgerWriter(tmp_path / "open.jsonl", resume=True)
-    one_round(again)
+    add(again, ONE)
     again.close()
     found = read_ledger(tmp_path / "open.jsonl")
     assert found == again.ledger and found.not_private_reason == "the noise seed is known"
-    write(tmp_path / "l.jsonl", 1).close()
-    assert read_ledger(tmp_path / "l.jsonl").not_private_reason is None
+    closed(path)
+    assert read_ledger(path).not_private_reason is None
     with pytest.raises(ConfigError, match=r"begun by a private run, .* \(unsafe diagnostics\)"):
-        LedgerWriter(tmp_path / "l.jsonl", resume=True, not_private_reason="unsafe diagnostics")
-    assert concatenate([read_ledger(tmp_path / "l.jsonl"), found]).not_private_reason == found.not_private_reason
+        LedgerWriter(path, resume=True, not_private_reason="unsafe diagnostics")
+    assert concatenate([read_ledger(path), found]).not_private_reason == found.not_private_reason
 
 
 def test_concatenated_ledgers_have_separate_epochs():
-    shuffled = [Round(sampling_event("shuffle", 0.5, 10, epoch=e), ALL) for e in (0, 2)]
-    one = Ledger("replace_one", {shuffled[0]: 2, shuffled[1]: 1})
+    first, second = (round_of(4.0, 0.5, "shuffle", n=10, epoch=epoch) for epoch in (0, 2))
+    one = Ledger("replace_one", {first: 2, second: 1})
     both = concatenate([one, one])
     assert len(both) == 6 and sorted(r.sampling.first for r in both.rounds) == [0, 2, 3, 5]
-    poisson = Ledger("add_remove", {Round(SAMPLING, ALL): 3})
-    assert concatenate([poisson, poisson]).rounds == {Round(SAMPLING, ALL): 6}
+    poisson = ledger(4.0, 0.01, 3)
+    assert concatenate([poisson, poisson]) == ledger(4.0, 0.01, 6)
     with pytest.raises(ConfigError, match="different adjacencies"):
         concatenate([one, poisson])
 
@@ -157,13 +150,11 @@ def test_concatenated_ledgers_have_separate_epochs():
 @pytest.mark.parametrize(
     "options",
     [
-        {"planned": [sampling_event("poisson", 0.02, 60_000)]},
-        {"planned": [sampling_event("poisson", 0.01, 50_000)]},
-        {"adjacency": "replace_null", "planned": [SAMPLING]},
-        {"record": {"kind": "microbatch", "k": 8}, "planned": [SAMPLING]},
+        *({"planned": [sampling_event("poisson", q, n)]} for q, n in ((0.02, 60_000), (0.01, 50_000))),
+        {"adjacency": "replace_null"}, {"record": {"kind": "microbatch", "k": 8}},
     ],
-)
-def test_a_run_may_only_continue_the_ledger_of_its_own_plan(tmp_path, options):
-    LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING]).close()
+)  # fmt: skip
+def test_a_run_may_only_continue_the_ledger_of_its_own_plan(path, options):
+    LedgerWriter(path, planned=[SAMPLING]).close()
     with pytest.raises(ConfigError, match=r"was begun for .*, but the run that would continue it plans"):
-        LedgerWriter(tmp_path / "l.jsonl", resume=True, **options)
+        LedgerWriter(path, resume=True, **{"planned": [SAMPLING]} | options)

@@ -5,27 +5,27 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from test_ledger import ALL, OTHER, SAMPLING, one_round
+from runs import add, round_of, write_run
+from test_ledger import ONE, OTHER, SAMPLING, run_of
 
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import LedgerWriter, ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
 
 
 @pytest.fixture
 def writer(tmp_path):
     """Has written three rounds."""
-    writer = LedgerWriter(tmp_path / "run" / "l.jsonl", planned=[SAMPLING])
-    for _ in range(3):
-        one_round(writer)
-    return writer
+    return write_run(tmp_path / "run" / "l.jsonl", run_of(ONE, ONE, ONE), close=False)
 
 
 def resumed(path, position=None, planned=(SAMPLING,)):
     """The number of rounds after a resumed run has added one."""
     writer = LedgerWriter(path, planned=planned, resume=True, position=position)
-    one_round(writer)
+    add(writer, ONE)
     writer.close()
     return len(read_ledger(path))
 
@@ -34,8 +34,7 @@ def resumed(path, position=None, planned=(SAMPLING,)):
 
 
 def truncated(path):
-    with path.open("rb+") as file:
-        file.truncate(path.stat().st_size // 2)
+    os.truncate(path, path.stat().st_size // 2)
 
 
 def added_to(path):
@@ -63,10 +62,6 @@ def replaced(path):
     other.replace(path)
 
 
-def deleted(path):
-    path.unlink()
-
-
 def deleted_with_its_folder(path):
     path.unlink()
     path.parent.rmdir()
@@ -78,7 +73,7 @@ def deleted_with_its_folder(path):
         (truncated, "commit", "was changed from [0-9]+ bytes"), (added_to, "close", "was changed from"),
         (edited, "commit", "was edited while"), (edited_unseen, "sync", "was edited while"),
         (edited_unseen, "close", "was edited while"),
-        (replaced, "commit", "was replaced by another file"), (deleted, "sync", "was deleted or moved"),
+        (replaced, "commit", "was replaced by another file"), (Path.unlink, "sync", "was deleted or moved"),
         (deleted_with_its_folder, "commit", "was deleted or moved"),
     ],
 )  # fmt: skip
@@ -89,18 +84,18 @@ def test_a_lost_ledger_stops_the_run(writer, lose, act, message, monkeypatch):
     lose(path)
     left = path.read_bytes() if path.exists() else None
     with pytest.raises(ConfigError, match=f"{message}.*its 3 rounds count"):
-        one_round(writer) if act == "commit" else getattr(writer, act)()
+        add(writer, ONE) if act == "commit" else getattr(writer, act)()
     assert (path.read_bytes() if path.exists() else None) == left, "the new file may be someone else's"
     writer.close()
     with pytest.raises(RuntimeError, match="is closed"):
-        one_round(writer)
+        add(writer, ONE)
 
 
 def test_a_file_that_was_touched_but_not_changed_is_continued(writer):
     before = writer.path.stat().st_mtime_ns
     while writer.path.stat().st_mtime_ns == before:
         writer.path.touch()
-    one_round(writer)
+    add(writer, ONE)
     writer.close()
     assert read_ledger(writer.path) == writer.ledger
 
@@ -108,27 +103,23 @@ def test_a_file_that_was_touched_but_not_changed_is_continued(writer):
 # Another run's
 
 
-def written(path, noise):
-    """A closed ledger of rounds with these σ̃."""
-    writer = LedgerWriter(path, planned=[SAMPLING])
-    for sigma in noise:
-        one_round(writer, SumQueryEvent("all", 1.0, sigma))
-    writer.close()
-    return writer
+def written(path, z):
+    """A closed ledger of rounds with these z."""
+    return write_run(path, run_of(*(round_of(one, 0.01, n=60_000) for one in z)))
 
 
 @pytest.mark.parametrize(
-    "noise", [[4, 90, 90], [4, 4, 90], [4, 4]], ids=["one cheaper", "another run that did the same", "lost at the end"]
+    "z", [[4, 90, 90], [4, 4, 90], [4, 4]], ids=["one cheaper", "another run that did the same", "lost at the end"]
 )
-def test_only_a_ledger_that_begins_as_the_checkpoints_is_continued(tmp_path, noise):
+def test_only_a_ledger_that_begins_as_the_checkpoints_is_continued(tmp_path, z):
     """However many rounds it has, and although its links are right."""
-    position = written(tmp_path / "own.jsonl", [4, 4, 90]).position
-    written(tmp_path / "other.jsonl", noise)
-    before = (tmp_path / "other.jsonl").read_bytes()
+    own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    position = written(own, [4, 4, 90]).position
+    written(other, z)
+    before = other.read_bytes()
     with pytest.raises(ConfigError, match="does not begin with the rounds that the checkpoint's run had written"):
-        resumed(tmp_path / "other.jsonl", position)
-    assert (tmp_path / "other.jsonl").read_bytes() == before
-    assert resumed(tmp_path / "own.jsonl", position) == 4
+        resumed(other, position)
+    assert other.read_bytes() == before and resumed(own, position) == 4
 
 
 # While it is written
@@ -144,10 +135,10 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_a_whole_ledger(writer, mon
 
     monkeypatch.setattr(os, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        one_round(writer, *OTHER)
+        add(writer, OTHER)
     monkeypatch.setattr(os, "write", write)
     assert len(ledger_so_far(writer.path)) == 3
-    one_round(writer, *OTHER)
+    add(writer, OTHER)
     writer.close()
     assert read_ledger(writer.path) == writer.ledger and len(writer.ledger) == 4
 
@@ -227,8 +218,7 @@ def test_a_full_disk_stops_the_run_and_leaves_a_whole_ledger(tmp_path):
     assert job.returncode == 0, errors
     *said, rounds = printed.splitlines()
     assert len(said) == 20 and set(said) == {f"ledger={path} cannot be written (File too large)."}
-    expected = Ledger("add_remove", {Round(SAMPLING, ALL): int(rounds)}, incomplete=True)
-    assert ledger_so_far(path) == expected
+    assert ledger_so_far(path) == replace(run_of(*[ONE] * int(rounds)), incomplete=True)
     numbers = [json.loads(line)[0] for line in path.read_text().splitlines() if line.startswith("[")]
     assert numbers == list(range(3, int(rounds) + 3))
     assert "could not be closed" in errors

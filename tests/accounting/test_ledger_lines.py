@@ -21,12 +21,10 @@ def linked(lines):
         if isinstance(line, str):
             file += line.encode()
             continue
-        if isinstance(line, int):
-            before, after = f'[{number},{line},"', '"]\n'
-        else:
-            if line.get("sha256", "") is None:
-                line = line | {"sha256": hashlib.sha256(file).hexdigest()}
-            before, after = json.dumps({"line": number} | line)[:-1] + ', "link": "', '"}\n'
+        before, after = f'[{number},{line},"', '"]\n'
+        if isinstance(line, dict):
+            right = {"sha256": hashlib.sha256(file).hexdigest()} if line.get("sha256", "") is None else {}
+            before, after = json.dumps({"line": number} | line | right)[:-1] + ', "link": "', '"}\n'
         file += before.encode()
         file += (hashlib.sha256(file).hexdigest()[:4] + after).encode()
     return file
@@ -89,12 +87,12 @@ def test_lines_lost_repeated_or_moved_are_refused(tmp_path):
     path = tmp_path / "l.jsonl"
     lines = closed(path, 5)
     for k in range(1, len(lines) - 1):
-        said = refused(path, lines[:k] + lines[k + 1 :])
-        assert f"line {k + 1} has the line number {k + 2}" in said
-        said = refused(path, lines[: k + 1] + lines[k:])
-        assert f"line {k + 2} has the line number {k + 1}" in said
-        said = refused(path, [*lines[:k], lines[k + 1], lines[k], *lines[k + 2 :]])
-        assert f"line {k + 1} has the line number {k + 2}" in said
+        before, (this, following), after = lines[:k], lines[k : k + 2], lines[k + 2 :]
+        for changed, place, number in (
+            ([following], k + 1, k + 2), ([this, this, following], k + 2, k + 1), ([following, this], k + 1, k + 2)
+        ):  # fmt: skip
+            said = refused(path, [*before, *changed, *after])
+            assert f"line {place} has the line number {number}" in said
     assert "not a dpexp ledger" in refused(path, lines[1:])
     assert "line 4 has the line number 6" in refused(path, lines[:3] + lines[5:])
 
@@ -108,11 +106,8 @@ def test_every_edit_is_refused(tmp_path, monkeypatch):
     lines = closed(path)
     whole = b"".join(lines)
     number = 1
-    for place, byte in enumerate(whole):
-        edited = whole[:place] + bytes([byte + 1]) + whole[place + 1 :]
-        if place == len(whole) - 1:
-            continue  # the last line break; without it the last line is half written
-        said = refused(path, [edited])
+    for place, byte in enumerate(whole[:-1]):  # without the last line break the last line is half written
+        said = refused(path, [whole[:place], bytes([byte + 1]), whole[place + 1 :]])
         assert f"line {number}" in said or "not a dpexp ledger" in said
         number += byte == ord("\n")
     said = refused(path, [whole.replace(b'"sigma": 4.0', b'"sigma": 9.0')])

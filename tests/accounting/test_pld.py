@@ -5,15 +5,14 @@ import math
 
 import numpy as np
 import pytest
+from runs import exact_gaussian, ledger
 from scipy.optimize import brentq
-from scipy.stats import binom, norm
-from test_accountants import exact_gaussian, ledger
+from scipy.stats import binom
 
 from dpexp.accounting import pld, pld_numerics
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.dominating_pairs import PoissonPair
-from dpexp.accounting.pld_numerics import Convolution
 from tests.extended import extended, poisson
 
 
@@ -28,24 +27,20 @@ from tests.extended import extended, poisson
 )
 def test_far_tails_against_extended_precision(z, q, rounds, d, h, width):
     run = ledger(z, q, rounds)
-    expected = extended(poisson(z, q, rounds, d, h), rounds, d, width)
-    assert epsilon(run, d) == pytest.approx(expected, rel=5e-4)
-    assert delta(run, epsilon(run, d)) == pytest.approx(d, rel=1e-3)
+    found = epsilon(run, d)
+    assert found == pytest.approx(extended(poisson(z, q, rounds, d, h), rounds, d, width), rel=5e-4)
+    assert delta(run, found) == pytest.approx(d, rel=1e-3)
 
 
-@pytest.mark.parametrize("mu", [1e-3, 1.0, 60.0])
-@pytest.mark.parametrize("d", [0.3, 1e-5, 1e-60])
-def test_the_gaussian_mechanism_at_every_delta(mu, d):
+@pytest.mark.parametrize("rounds", [1, 1000])
+@pytest.mark.parametrize("mu, d", [(1e-3, 1e-5), (1e-3, 1e-60), *itertools.product((1.0, 60.0), (0.3, 1e-5, 1e-60))])
+def test_the_gaussian_mechanism_at_every_delta(mu, d, rounds):
     """As one round, and as a thousand."""
-    if norm.cdf(mu / 2) - norm.cdf(-mu / 2) <= d:
-        return
     exact = exact_gaussian(mu, d)
-    for rounds in (1, 1000):
-        composed = pld.ComposedLoss(
-            [PoissonPair(math.sqrt(rounds) / mu, 1.0, 0.5)], np.array([float(rounds)]), GaussianMechanism(1e3)
-        )
-        assert exact * (1 - 1e-9) <= composed.epsilon(d) <= exact * (1 + 3e-4)
-        assert d * (1 - 1e-6) <= composed.delta(exact) <= d * (1 + 3e-3 * max(1, math.log(1 / d)))
+    pair = PoissonPair(math.sqrt(rounds) / mu, 1.0, 0.5)
+    composed = pld.ComposedLoss([pair], np.array([float(rounds)]), GaussianMechanism(1e3))
+    assert exact * (1 - 1e-9) <= composed.epsilon(d) <= exact * (1 + 3e-4)
+    assert d * (1 - 1e-6) <= composed.delta(exact) <= d * (1 + 3e-3 * max(1, math.log(1 / d)))
 
 
 def test_delta_down_to_next_to_nothing():
@@ -55,23 +50,17 @@ def test_delta_down_to_next_to_nothing():
     assert epsilon(run, deltas[-1]) == pytest.approx(60, rel=1e-6)
 
 
-def test_the_error_that_a_convolution_states_holds():
-    """Against polynomial powers in Python's whole numbers."""
-    random = np.random.default_rng(0)
-    weights = random.integers(1, 1000, 6).astype(object)
-    exact = np.array([1], dtype=object)
-    for _ in range(40):
-        exact = np.convolve(exact, weights)
-    total = sum(weights) ** 40
-    exact = np.array([float(value / total) if value else 0.0 for value in exact])
-    for few in (0.0, 1.0):  # by transforms, and by sums
-        convolution = Convolution(1024)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pld_numerics, "_SPARSE", few)
-            convolution.add([3], [(weights / sum(weights)).astype(float)], np.array([40.0]))
-        mass, error = convolution.masses(120)
-        off = float(np.linalg.norm(mass[: len(exact)] - exact))
-        assert off <= error < 1e-11
+@pytest.mark.parametrize("few", [0.0, 1.0])  # by transforms, and by sums
+def test_the_error_that_a_convolution_states_holds(few, monkeypatch):
+    """Against a polynomial's power in whole numbers: each coefficient has 1000 bits of one number."""
+    weights = [*map(int, np.random.default_rng(0).integers(1, 1000, 6))]
+    power = sum(weight << 1000 * k for k, weight in enumerate(weights)) ** 40
+    exact = [(power >> 1000 * k) % 2**1000 / sum(weights) ** 40 for k in range(201)]
+    convolution = pld_numerics.Convolution(1024)
+    monkeypatch.setattr(pld_numerics, "_SPARSE", few)
+    convolution.add([3], [np.array(weights) / sum(weights)], np.array([40.0]))
+    mass, error = convolution.masses(120)
+    assert np.linalg.norm(mass[:201] - exact) <= error < 1e-11
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -81,13 +70,12 @@ def test_with_next_to_no_noise_only_the_number_of_samples_counts(z, accountant):
     is at most -log q, or -log(1-q)."""
     q, rounds, d = 0.01, 300, 1e-5
     k = np.arange(1, 40)
-    weights, hidden = binom.pmf(k, rounds, q), -k * math.log(q) - (rounds - k) * math.log1p(-q)
-    mechanisms = [GaussianMechanism(math.sqrt(one) / z) for one in k]
+    hidden = -k * math.log(q) - (rounds - k) * math.log1p(-q)
 
-    def seen(epsilon, lost):
-        return sum(w * m.delta(epsilon + own) for w, m, own in zip(weights, mechanisms, lost, strict=True))
+    def excess(epsilon, lost):
+        seen = [GaussianMechanism(math.sqrt(one) / z).delta(epsilon + own) for one, own in zip(k, lost, strict=True)]
+        return binom.pmf(k, rounds, q) @ seen - d
 
-    low = brentq(lambda e: seen(e, hidden) - d, 0.1 / z**2, 30 / z**2)
-    high = brentq(lambda e: seen(e, 0 * hidden) - d, 0.1 / z**2, 30 / z**2)
+    low, high = (brentq(excess, 0.1 / z**2, 30 / z**2, (lost,)) for lost in (hidden, 0 * hidden))
     found = epsilon(ledger(z, q, rounds), d, accountant)
     assert low * (1 - 1e-8) <= found <= high * (1 + (2e-4 if accountant == "pld" else 0.2))

@@ -1,17 +1,11 @@
 """What a ledger of random allocation costs: each epoch as a whole, once, as releases in one of some rounds."""
 
 import pytest
+from runs import ledger
+from runs import round_of as any_round
 
 from dpexp.accounting.coverage import check_covered
-from dpexp.accounting.ledger import (
-    Ledger,
-    LedgerWriter,
-    Round,
-    SumQueryEvent,
-    concatenate,
-    read_ledger,
-    write_ledger,
-)
+from dpexp.accounting.ledger import Ledger, LedgerWriter, concatenate, read_ledger, write_ledger
 from dpexp.accounting.releases import Release, releases
 from dpexp.accounting.sampling import RandomAllocation, sampling_event
 from dpexp.errors import ConfigError
@@ -20,8 +14,7 @@ N = 1000
 
 
 def round_of(epoch=0, k=1, t=4, z=2.0, **facts):
-    event = sampling_event("random_allocation", k / t, N, epoch=epoch, num_selected=k, num_steps=t)
-    return Round(event, (SumQueryEvent("all", 1.0, z, **facts),))
+    return any_round(z, k / t, "random_allocation", epoch=epoch, num_selected=k, num_steps=t, **facts)
 
 
 def one_of(m, z=2.0):
@@ -32,14 +25,16 @@ def of(rounds):
     return releases(Ledger("add_remove", rounds))
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 4])
-def test_an_epoch_costs_as_much_at_its_first_round_as_at_its_last(rounds):
-    assert of({round_of(): rounds}) == {one_of(4): 1}
-
-
-def test_each_epoch_counts_once_at_the_smallest_z_of_its_rounds():
-    assert of({round_of(): 4, round_of(4): 1, round_of(8): 3}) == {one_of(4): 3}
-    assert of({round_of(z=2.0): 1, round_of(z=1.5): 1, round_of(4): 4}) == {one_of(4, 1.5): 1, one_of(4): 1}
+@pytest.mark.parametrize(
+    "rounds, found",
+    [
+        *(({round_of(): rounds}, {one_of(4): 1}) for rounds in (1, 3, 4)),  # its first round costs as much as all
+        ({round_of(): 4, round_of(4): 1, round_of(8): 3}, {one_of(4): 3}),
+        ({round_of(z=2.0): 1, round_of(z=1.5): 1, round_of(4): 4}, {one_of(4, 1.5): 1, one_of(4): 1}),
+    ],
+)
+def test_each_epoch_counts_once_at_the_smallest_z_of_its_rounds(rounds, found):
+    assert of(rounds) == found
 
 
 @pytest.mark.parametrize(
@@ -52,8 +47,7 @@ def test_k_of_t_rounds_are_one_round_of_each_of_k_blocks(k, t, parts):
 
 def test_epochs_of_several_runs_count_apart_and_beside_other_rounds():
     one = Ledger("add_remove", {round_of(): 4, round_of(4): 4})
-    poisson = Ledger("add_remove", {Round(sampling_event("poisson", 0.1, N), round_of().queries): 5})
-    assert releases(concatenate([one, poisson, one])) == {one_of(4): 4, Release(2.0, 0.1): 5}
+    assert releases(concatenate([one, ledger(2.0, 0.1, 5), one])) == {one_of(4): 4, Release(2.0, 0.1): 5}
 
 
 @pytest.mark.parametrize(
@@ -95,9 +89,9 @@ def test_events_that_contradict_themselves_are_refused(facts, message):
 
 
 def test_the_ledger_is_read_as_it_was_written_and_says_what_was_allocated(tmp_path):
-    ledger = Ledger("add_remove", {round_of(k=2): 4, round_of(4, k=2): 2})
-    write_ledger(tmp_path / "l.jsonl", ledger)
-    assert read_ledger(tmp_path / "l.jsonl") == ledger
+    run = Ledger("add_remove", {round_of(k=2): 4, round_of(4, k=2): 2})
+    write_ledger(tmp_path / "l.jsonl", run)
+    assert read_ledger(tmp_path / "l.jsonl") == run
     text = (tmp_path / "l.jsonl").read_text()
     assert '"sampling": {"policy": "random_allocation", "n": 1000, "q": [0.5], "num_selected": 2}' in text
     assert text.count('"num_selected": 2, "num_steps": 4, "epoch": 4') == 1, "an epoch has one spec"

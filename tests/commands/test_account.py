@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jobs import result_of
 from made import tracked_job, write_run
-from test_accountants import ledger, of
+from runs import ledger
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
@@ -52,7 +52,13 @@ def test_another_adjacency_is_a_claim_of_its_own(written):
     replaced = account([path, "delta=1e-5", "adjacency=replace_one"])
     assert replaced["pld"] == pytest.approx(epsilon(ledger(2.0, 1.0, 5), 1e-5), rel=1e-12)
     with pytest.raises(ConfigError, match="adjacency=add_remove cannot be claimed for sampling=fixed_size"):
-        account([written("b.jsonl", of("fixed_size", "replace_one")), "delta=1e-5", "adjacency=add_remove"])
+        account(
+            [
+                written("b.jsonl", ledger(policy="fixed_size", adjacency="replace_one")),
+                "delta=1e-5",
+                "adjacency=add_remove",
+            ]
+        )
     assert account([path, "delta=1e-5", "adjacency=replace_null"]) == account([path, "delta=1e-5"])
 
 

@@ -3,8 +3,7 @@
 import signal
 
 import pytest
-from conftest import signal_after
-from jobs import result_of
+from jobs import result_of, signal_after
 
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger

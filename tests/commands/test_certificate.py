@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import result_of
 from made import tracked_job, write_run
-from test_accountants import ledger, of
+from runs import ledger
 from test_one_time_queries import TRAINING, gaussian, laplace, once
 
 from dpexp.__main__ import main
@@ -43,13 +43,13 @@ SHUFFLED = Ledger(
     {Round(sampling_event("shuffle", 0.25, 1000, epoch=k), (SumQueryEvent("all", 1.0, 4.0),)): 4 for k in range(3)},
 )
 RUNS = {
-    "poisson": of("poisson", "add_remove", z=2.0),
-    "poisson_replaced": of("poisson", "replace_one", z=4.0),
-    "full_batch": of("all", "add_remove", z=8.0, q=1.0),
+    "poisson": ledger(policy="poisson", adjacency="add_remove", z=2.0),
+    "poisson_replaced": ledger(policy="poisson", adjacency="replace_one", z=4.0),
+    "full_batch": ledger(policy="all", adjacency="add_remove", z=8.0, q=1.0),
     "shuffle": SHUFFLED,
-    "truncated_poisson": of("truncated_poisson", "replace_null", z=2.0, maximum=110, rounds=5),
-    "few_of_a_sample": of("truncated_poisson", "replace_null", z=2.0, maximum=5, rounds=5),
-    "cyclic_poisson": of("cyclic_poisson", "add_remove", z=2.0, parts=5, block=0),
+    "truncated_poisson": ledger(policy="truncated_poisson", adjacency="replace_null", z=2.0, maximum=110, rounds=5),
+    "few_of_a_sample": ledger(policy="truncated_poisson", adjacency="replace_null", z=2.0, maximum=5, rounds=5),
+    "cyclic_poisson": ledger(policy="cyclic_poisson", adjacency="add_remove", z=2.0, parts=5, block=0),
     "several": Ledger("add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1, TRAINING: 10}),
     "none": Ledger("add_remove", {}),
 }
@@ -85,10 +85,14 @@ def test_a_certificate_of_each_policy_agrees_with_dp_accounting(name, certified,
 @pytest.mark.parametrize(
     "run, delta, missing",
     [
-        (of("fixed_size", "replace_one"), "1e-5", "it has no privacy loss distribution for fixed_size"),
-        (of("poisson", "add_remove"), "1e-12", "it is not exact at a δ below 1e-10"),
         (
-            of("all", "add_remove", z=1e-7, q=1.0),
+            ledger(policy="fixed_size", adjacency="replace_one"),
+            "1e-5",
+            "it has no privacy loss distribution for fixed_size",
+        ),
+        (ledger(policy="poisson", adjacency="add_remove"), "1e-12", "it is not exact at a δ below 1e-10"),
+        (
+            ledger(policy="all", adjacency="add_remove", z=1e-7, q=1.0),
             "1e-5",
             "it is not exact at a δ below 1e-10 or an ε above 500",
         ),
@@ -132,7 +136,7 @@ def test_what_a_certificate_says(certified, tmp_path):
 
 
 def test_what_a_run_does_not_guarantee_is_said(certified, tmp_path, capsys):
-    said = certified(of("fixed_size", "replace_one"))
+    said = certified(ledger(policy="fixed_size", adjacency="replace_one"))
     lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
     end_of(tmp_path / "ledger.jsonl").unlink()
@@ -189,7 +193,7 @@ def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(job, m
 
 def test_an_epsilon_that_differs_is_refuted(certified, tmp_path):
     """Also one that is larger: dp-accounting finds that so much is not claimed by the accountant."""
-    run = of("poisson", "add_remove", z=2.0, rounds=4)
+    run = ledger(policy="poisson", adjacency="add_remove", z=2.0, rounds=4)
     said, exact = certified(run), epsilon(run, 1e-5)
     for factor, refuted in ((0.99, True), (0.9995, True), (1.005, False), (1.2, True)):
         said["guarantee"]["epsilon"] = factor * exact
@@ -220,7 +224,7 @@ DOCTORED = [
 
 def test_a_doctored_certificate_is_refuted_without_dp_accounting_too(certified, tmp_path):
     """With one value changed, or left out."""
-    text = json.dumps(certified(of("fixed_size", "replace_one")))
+    text = json.dumps(certified(ledger(policy="fixed_size", adjacency="replace_one")))
     for section, name, value, words in DOCTORED:
         said = json.loads(text)
         said[section][name] = value
@@ -233,7 +237,7 @@ def test_a_doctored_certificate_is_refuted_without_dp_accounting_too(certified, 
 
 def test_true_is_not_one_nor_a_word(certified, tmp_path):
     """JSON's 1 equals true in Python, also within lists."""
-    text = json.dumps(certified(of("poisson", "add_remove", z=1e-3, q=1.0)))
+    text = json.dumps(certified(ledger(policy="poisson", adjacency="add_remove", z=1e-3, q=1.0)))
     for path, values in {
         "run.private": (1, "true", 1.0), "run.ledger.complete": (1, "true"), "run.sensitivity_in_S": (True, "1"),
         "run.rounds.0.queries.0.S": (True,), "run.releases.0.q": (True,), "guarantee.advantage": (True, "1.0"),
@@ -377,7 +381,7 @@ def test_estimates_are_close_on_all_scales(z, q, rounds, delta):
     ],
 )
 def test_nothing_is_added_to_a_certificate(old, new, said, certified, tmp_path):
-    certified(of("fixed_size", "replace_one"))
+    certified(ledger(policy="fixed_size", adjacency="replace_one"))
     path = tmp_path / "ledger.certificate.json"
     text = path.read_text()
     assert old in text

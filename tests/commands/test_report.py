@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from jobs import result_of
 from made import made_job
-from test_accountants import of
+from runs import ledger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import concatenate, read_ledger
@@ -89,8 +89,8 @@ def test_a_page_of_a_sweep_has_its_runs_and_what_they_cost_together(dpexp_job, t
 
 
 def test_claims_at_other_deltas_and_of_runs_that_are_not_private_are_told_apart(dpexp_job, tmp_path):
-    made_job(tmp_path / "0", "sampling=fixed_size", ledger=of("fixed_size", "replace_one"))
-    shows_more = replace(of("poisson", "add_remove"), not_private_reason="diagnostics=unsafe")
+    made_job(tmp_path / "0", "sampling=fixed_size", ledger=ledger(policy="fixed_size", adjacency="replace_one"))
+    shows_more = replace(ledger(policy="poisson", adjacency="add_remove"), not_private_reason="diagnostics=unsafe")
     made_job(tmp_path / "1", "privacy.delta=1e-6", "diagnostics=unsafe", ledger=shows_more)
     dpexp_job("copy", "model=logistic", "train=false", "my.yaml")
     dpexp_job("my.yaml", "seed=1", f"hydra.run.dir={tmp_path}/2")

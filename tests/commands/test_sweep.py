@@ -13,12 +13,11 @@ from pathlib import Path
 import dp_accounting
 import numpy as np
 import pytest
-from conftest import signal_after
 from dp_accounting import rdp
-from jobs import result_of, store_of
+from jobs import result_of, signal_after, store_of
 from matplotlib.figure import Figure
+from runs import ledger
 from scipy.optimize import brentq
-from test_accountants import ledger
 
 import dpexp
 from dpexp.accounting.composition import log_moments

@@ -4,17 +4,17 @@ import copy
 
 import pytest
 import torch
+from reference import norm_of
 from test_privacy_unit import (
     MEMBERS,
     SCALED,
     Items,
     Model,
-    OfUsers,
     a_data_set,
     by_hand,
     choices_of,
-    difference,
     differing,
+    of_users,
     quiet,
     released,
     rows,
@@ -117,7 +117,7 @@ THREE_EACH = [i // 3 for i in range(12)]
 BY_THREES = [[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)]
 CASES = {  # a kind of data set, how a user trains, a model
     **{name: (kind, local, Model) for (name, local), kind in zip(
-        LOCALS.items(), (TensorDataset, Items, OfUsers, OfUsers), strict=True)},
+        LOCALS.items(), (TensorDataset, Items, of_users, of_users), strict=True)},
     **{make.__name__: (TensorDataset, LOCALS["batches"], make) for make in (Transformer, Tied, Branching, Infinite)},
     "FrozenAndUnused": (TensorDataset, LOCALS["epochs"], FrozenAndUnused),
 }  # fmt: skip
@@ -129,7 +129,7 @@ def test_a_users_vector_is_how_far_its_training_goes(name, tmp_path, quiet, in_o
     x, y = rows(11)
     x[:, 0] = 5 if make is Infinite else x[:, 0]
     found, plan = released(
-        tmp_path, a_data_set(kind, x.double(), y), User(8, None if kind is OfUsers else "user_of", local), make(),
+        tmp_path, a_data_set(kind, x.double(), y), User(8, None if kind is of_users else "user_of", local), make(),
         users=4, group=groups.flat() if make is FrozenAndUnused else groups.per_layer(),
         clip_norm=clipping.FixedClipNorm(0.5),
     )  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_user_who_trains_more_or_less_moves_the_sum_by_at_most_S(seed, scale, 
     users = {"users": 4, "precision": "32-true"}
     with_, _ = released(tmp_path, a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]), record, **users)
     without, _ = released(tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), record, **users)
-    assert difference(with_, without) <= 1 + 1e-4
+    assert norm_of(with_, without) <= 1 + 1e-4
 
 
 def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from conftest import FORKS
+from jobs import FORKS
 from plans import plan_of, trainer
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from reference import engine_of, sums_of

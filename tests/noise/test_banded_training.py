@@ -9,10 +9,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from plans import plan_of
-from scipy.stats import chi2
-from test_accountants import exact_gaussian
+from reference import norm_of
+from runs import exact_gaussian
 from test_callback import Data, Model, plan_for, trainer
-from test_correlated import toeplitz
+from test_correlated import assert_law, toeplitz
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
@@ -29,27 +29,37 @@ CHOICES = {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")}
 
 
 class Released(pl.Callback):
-    """Keeps what the rounds release. Stands behind the PrivacyCallback."""
+    """Keeps what the rounds release, and the plans of the rounds. Stands behind the PrivacyCallback."""
 
-    def __init__(self):
-        self.rounds = []
+    def __init__(self, privacy):
+        self.privacy, self.rounds, self.plans = privacy, [], []
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.rounds.append({name: p.grad.clone() for name, p in module.named_parameters()})
+        self.plans.append(self.privacy.current_plan)
+
+    def in_rows(self):
+        """[rounds, numbers]"""
+        return np.stack([torch.cat([g.flatten() for g in round_.values()]).numpy() for round_ in self.rounds])
 
 
-def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, module=None, **choices):
-    """What each round released, and the callback."""
+def fit(plan, module, folder, data, stop=-1, ckpt_path=None, seed=1, save=None, callbacks=(), **options):
     folder.mkdir(exist_ok=True)
-    module, released = module or Model(), Released()
-    privacy = dpexp.PrivacyCallback(
-        plan_for(module, **CHOICES | choices), folder / "l.jsonl", noise_seed=seed, max_physical_batch_size=4
-    )
-    run = trainer(privacy, released, max_steps=stop)
-    run.fit(module, data or Data(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+    privacy = dpexp.PrivacyCallback(plan, folder / "l.jsonl", noise_seed=seed, **options)
+    released = Released(privacy)
+    run = trainer(privacy, released, *callbacks, max_steps=stop)
+    run.fit(module, data, ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
     if save:
         run.save_checkpoint(save)
-    return released.rounds, privacy
+    return released
+
+
+def trained(folder, data=None, module=None, seed=5, stop=-1, ckpt_path=None, save=None, **choices):
+    """What each round of a small model released, and the callback."""
+    module = module or Model()
+    plan = plan_for(module, **CHOICES | choices)
+    released = fit(plan, module, folder, data or Data(), stop, ckpt_path, seed, save, max_physical_batch_size=4)
+    return released.rounds, released.privacy
 
 
 def test_one_band_is_dp_sgd_bit_for_bit(tmp_path):
@@ -84,6 +94,10 @@ class Still(Model):
         return 0 * self.net(batch[0]).sum()
 
 
+def still_plan(module, steps, **choices):
+    return plan_of(module, n=40, q=0.1, steps=steps, noise_multiplier=1.0, **CHOICES | choices)
+
+
 @pytest.mark.parametrize(
     "choices",
     [
@@ -95,27 +109,15 @@ class Still(Model):
 )
 def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
     """C times a round's releases, in units of its own σ̃, is white; so also where σ̃ follows the bounds."""
-    module, released = Still(), Released()
-    plan = plan_of(module, **{"n": 40, "q": 0.1, "steps": 9, "noise_multiplier": 1.0} | CHOICES | choices)
-    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=3)
-    sigmas = []
-
-    class Sigmas(pl.Callback):
-        def on_before_optimizer_step(self, *args):
-            (group,) = [group for group in privacy.current_plan.groups if not group.is_metric]
-            sigmas.append(group.sigma * group.alphas[0] / (0.1 * 40))
-
-    trainer(privacy, released, Sigmas()).fit(module, nobody())
-    assert len(set(sigmas)) == (9 if "clip_norm" in choices else 1)
-    x = np.stack([torch.cat([g.flatten() for g in round_.values()]).numpy() for round_ in released.rounds])
-    white = toeplitz(C, 9) @ (x / np.array(sigmas)[:, None])
-    d = x.shape[1]
-    assert d == 15000
-    squares = (white**2).sum(1)
-    assert ((chi2.ppf(1e-4, d) < squares) & (squares < chi2.ppf(1 - 1e-4, d))).all()
-    assert np.corrcoef(white) == pytest.approx(np.eye(9), abs=5 / math.sqrt(d))
-    inverse = np.linalg.inv(toeplitz(C, 9))
-    assert np.cov(x / np.array(sigmas)[:, None]) == pytest.approx(inverse @ inverse.T, abs=6 * 1.5 / math.sqrt(d))
+    module = Still()
+    plan = still_plan(module, 9, **choices)
+    released = fit(plan, module, tmp_path, nobody(), seed=3)
+    groups = [group for now in released.plans for group in now.groups if not group.is_metric]
+    sigmas = [group.sigma * group.alphas[0] / (0.1 * 40) for group in groups]
+    assert len(sigmas) == 9 and len(set(sigmas)) == (9 if "clip_norm" in choices else 1)
+    x = released.in_rows() / np.array(sigmas)[:, None]
+    assert x.shape == (9, 15000)
+    assert_law(x, C)
 
 
 # What it costs
@@ -123,25 +125,15 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
 
 def test_a_small_case_in_closed_form():
     """Three rounds, two bands, one number, whole parts: a record of part 0 adds v to rounds 0 and 2, and what tells it
-    is N(μ, Σ) from N(0, Σ) with Σ = σ̃² C⁻¹C⁻ᵀ, which is Gaussian DP with √(μᵀΣ⁻¹μ)."""
-    z = 1.3
+    is N(μ, Σ) from N(0, Σ) with Σ = σ̃² C⁻¹C⁻ᵀ, which is Gaussian DP with √(μᵀΣ⁻¹μ) = ‖Cμ‖/σ̃."""
+    z, c = 1.3, correlated.square_root(2)
     plan = plan_of(
         Model(), n=10, q=0.5, steps=3, noise_multiplier=z, sampling="cyclic_poisson", noise=Banded(2, "sqrt")
     )
-    inverse = np.linalg.inv(toeplitz(correlated.square_root(2), 3))
-    covariance = z**2 * inverse @ inverse.T
-    worst = max(
-        math.sqrt(mu @ np.linalg.solve(covariance, mu))
-        for signs in ([1, 0, 1], [1, 0, -1], [0, 1, 0])
-        for mu in [np.array(signs, float)]
-    )
+    worst = max(np.linalg.norm(toeplitz(c, 3) @ mu) / z for mu in ([1, 0, 1], [1, 0, -1], [0, 1, 0]))
     claimed = dpexp.epsilon(plan.ledger(), 1e-5)
-    assert claimed == pytest.approx(exact_gaussian(math.sqrt(2) / z, 1e-5), rel=1e-9)
-    assert exact_gaussian(worst, 1e-5) <= claimed
-    assert worst == pytest.approx(math.sqrt((1 + C_CUT) / z**2), rel=1e-9), "the last round's column is cut off"
-
-
-C_CUT = correlated.square_root(2)[0] ** 2
+    assert exact_gaussian(worst, 1e-5) <= claimed == pytest.approx(exact_gaussian(math.sqrt(2) / z, 1e-5), rel=1e-9)
+    assert worst == pytest.approx(math.sqrt(1 + c[0] ** 2) / z, rel=1e-9), "the last round's column is cut off"
 
 
 @pytest.mark.parametrize("target", [{"epsilon": 3.0, "delta": 1e-5}, {"max_advantage": 0.2}])
@@ -166,36 +158,28 @@ def test_a_resume_begins_a_new_block(tmp_path):
 
 def test_a_resumes_noise_and_parts_are_its_own(tmp_path):
     """Noise of a block has the inverse's law from its own beginning on."""
-    module = Still()
-    plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
-    runs = []
-    for seed, ckpt_path in ((1, None), (2, tmp_path / "six.ckpt")):
-        released = Released()
-        privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=seed)
-        run = trainer(privacy, released, max_steps=-1 if ckpt_path else 6)
-        run.fit(module, nobody(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
-        run.save_checkpoint(tmp_path / "six.ckpt")
-        runs += released.rounds
-    sigma = plan.groups[0].sigma / 4
-    x = np.stack([torch.cat([g.flatten() for g in round_.values()]).numpy() for round_ in runs]) / sigma
+    module, six = Still(), tmp_path / "six.ckpt"
+    plan = still_plan(module, 12)
+    runs = [
+        fit(plan, module, tmp_path, nobody(), stop, ckpt_path, seed, six).in_rows()
+        for seed, stop, ckpt_path in ((1, 6, None), (2, -1, six))
+    ]
+    x = np.concatenate(runs) / (plan.groups[0].sigma / 4)
     blocks = np.kron(np.eye(2), toeplitz(C, 6)) @ x
     assert np.cov(blocks) == pytest.approx(np.eye(12), abs=6 / math.sqrt(x.shape[1]))
 
 
 def test_a_checkpoint_holds_no_past_noise(tmp_path):
-    module, noises = Still(), []
-    plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
-    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=1)
+    module, noises, five = Still(), [], tmp_path / "five.ckpt"
 
     class Keep(pl.Callback):
-        def on_train_batch_end(self, *args):
+        def on_train_batch_end(self, trainer, *args):
+            privacy = trainer.callbacks[0]
             noises[:] = [y.clone() for past in privacy._fit.engine._correlated._past.values() for y in past]
 
-    run = trainer(privacy, Keep(), max_steps=5)
-    run.fit(module, nobody())
-    run.save_checkpoint(tmp_path / "five.ckpt")
+    privacy = fit(still_plan(module, 12), module, tmp_path, nobody(), 5, save=five, callbacks=[Keep()]).privacy
     assert len(noises) == 2 * 2 and all(y.std() > 0.5 for y in noises)
-    saved = (tmp_path / "five.ckpt").read_bytes()
+    saved = five.read_bytes()
     assert not any(y[:4].to(dtype).numpy().tobytes() in saved for y in noises for dtype in (y.dtype, torch.float32))
     assert privacy._fit is None, "nor does the callback remember it"
 
@@ -214,17 +198,14 @@ def test_one_record_more_moves_every_release_by_at_most_s(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    moved, rounds = [], []
-    for count in (40, 39):
+    def sums(count):
         data = DataLoader(TensorDataset(50 * x[:count], y[:count]), 3)
-        released, privacy = trained(
-            tmp_path / str(count), data, seed=9, module=Fixed(), noise_multiplier=1e-7, q=1 / 3, n=40, steps=9
-        )
-        rounds.append(released)
+        options = {"noise_multiplier": 1e-7, "q": 1 / 3, "n": 40, "steps": 9}
+        return trained(tmp_path / str(count), data, Fixed(), seed=9, **options)
+
+    (with_it, privacy), (without, _) = sums(40), sums(39)
     S = privacy.plan.groups[0].S
-    for more, less in zip(*rounds, strict=True):
-        difference = torch.cat([(more[name] - less[name]).flatten() for name in more]) * 40 / 3
-        moved.append(float(difference.norm()))
+    moved = [norm_of(more, less) * 40 / 3 for more, less in zip(with_it, without, strict=True)]
     assert max(moved) <= S * (1 + 1e-3) + 1e-5
     turns = [t for t in range(9) if moved[t] > S / 100]
     assert len(turns) == 3 and [b - a for a, b in itertools.pairwise(turns)] == [3, 3]

@@ -9,19 +9,33 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest, chi2, chisquare
+from test_policies import sampler, samples
 
 from dpexp.accounting.sampling import CyclicPoisson, Poisson
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.sampling.loader import RoundSampler
 
 
 def toeplitz(c, rounds):
-    C = np.zeros((rounds, rounds))
-    for j, c_j in enumerate(c[:rounds]):
-        C += c_j * np.eye(rounds, k=-j)
-    return C
+    return sum(c_j * np.eye(rounds, k=-j) for j, c_j in enumerate(c[:rounds]))
+
+
+def workload(rounds, momentum):
+    """As a matrix: momentum's recursion, summed."""
+    return np.tril(np.ones((rounds, rounds))) @ toeplitz(momentum ** np.arange(rounds), rounds)
+
+
+def assert_law(x, c):
+    """Noise [rounds, numbers] is C⁻¹Z of a standard normal Z: C times it is white, and its covariance is C⁻¹C⁻ᵀ."""
+    rounds, n = x.shape
+    C = toeplitz(c, rounds)
+    white = C @ x
+    squares, off = (white**2).sum(1), white @ white.T / math.sqrt(n)
+    assert ((chi2.ppf(1e-4, n) < squares) & (squares < chi2.ppf(1 - 1e-4, n))).all()
+    assert np.abs(off[~np.eye(rounds, dtype=bool)]).max() < 4.5
+    inverse = np.linalg.inv(C)
+    assert np.cov(x) == pytest.approx(inverse @ inverse.T, abs=6 * 1.5 / math.sqrt(n))
 
 
 # Coefficients
@@ -31,22 +45,20 @@ def toeplitz(c, rounds):
 @pytest.mark.parametrize("kind", ["sqrt", "optimal"])
 @pytest.mark.parametrize("b, rounds", [(1, 5), (4, 30), (8, 8)])
 def test_the_error_is_that_of_the_matrices(kind, b, rounds, momentum):
-    """By numpy's inverse, of the workload as a matrix: momentum's recursion, summed."""
+    """By numpy's inverse."""
     c = correlated.coefficients(kind, b, rounds, momentum)
     assert len(c) == b and 1 - 1e-12 < math.hypot(*c) <= 1
-    C, momenta = toeplitz(c, rounds), toeplitz(momentum ** np.arange(rounds), rounds)
-    A = np.tril(np.ones((rounds, rounds))) @ momenta
-    expected = np.linalg.norm(A @ np.linalg.inv(C)) / math.sqrt(rounds)
+    inverse = np.linalg.inv(toeplitz(c, rounds))
+    expected = np.linalg.norm(workload(rounds, momentum) @ inverse) / math.sqrt(rounds)
     assert correlated.error(c, rounds, momentum) == pytest.approx(expected, rel=1e-10)
-    assert correlated.inverse(c, rounds) == pytest.approx(np.linalg.inv(C)[:, 0], abs=1e-12)
+    assert correlated.inverse(c, rounds) == pytest.approx(inverse[:, 0], abs=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_a_cut_the_square_root_is_one(momentum):
     """C² = A up to scale (Kalinin & Lampert 2024, theorem 1)."""
     c = toeplitz(correlated.square_root(12, momentum), 12)
-    A = np.tril(np.ones((12, 12))) @ toeplitz(momentum ** np.arange(12), 12)
-    assert c @ c / c[0, 0] ** 2 == pytest.approx(A, abs=1e-12)
+    assert c @ c / c[0, 0] ** 2 == pytest.approx(workload(12, momentum), abs=1e-12)
 
 
 @pytest.mark.parametrize("rounds", [50, 977])
@@ -60,33 +72,20 @@ def test_the_least_error_is_that_of_a_search(rounds):
 # Samples
 
 
-def sampler(parts, q=0.05, size=240, rounds=400, seed=0):
-    return RoundSampler(
-        lambda t: CyclicPoisson(sampling_rate=q, partitions=parts),
-        size,
-        rounds,
-        10**6,
-        KeyStream.known(seed, "sampling", 0),
-    )
-
-
-def drawn(sampler):
+def drawn(parts, q=0.05, size=240):
     """[rounds, size]: who is in which sample."""
+    run = sampler(lambda t: CyclicPoisson(sampling_rate=q, partitions=parts), size, rounds=400)
     seen = []
-    while sampler.completed < sampler.rounds:
-        for rows in sampler:
-            chunk = sampler.pending.popleft()
-            row = torch.zeros(sampler.size, dtype=torch.long)
-            row[rows] = 1
-            seen.append(row)
-            assert chunk.epoch == 0, "one block, as long as the job runs"
-            sampler.completed += 1
-    return torch.stack(seen)
+    while run.completed < run.rounds:
+        rounds, chunks = samples(run)
+        assert {chunk.epoch for _, chunk in chunks} == {0}, "one block, as long as the job runs"
+        seen += rounds
+    return torch.stack([torch.bincount(torch.tensor(rows, dtype=torch.long), minlength=size) for rows in seen])
 
 
 def test_each_record_is_sampled_in_its_own_part_alone_at_the_stated_rate():
     parts, q = 4, 0.05
-    seen = drawn(sampler(parts, q))
+    seen = drawn(parts, q)
     by_turn = torch.stack([seen[turn::parts].sum(0) for turn in range(parts)])
     assert ((by_turn > 0).sum(0) == 1).all(), "over all of Lightning's epochs, which begin every 20 rounds"
     part_of = by_turn.argmax(0)
@@ -109,11 +108,9 @@ def test_parts_are_drawn_independently():
 
 
 def test_one_part_samples_as_poisson_does():
-    one, plain = drawn(sampler(1)), Poisson(sampling_rate=0.05)
-    stream = KeyStream.known(0, "sampling", 0)
-    for row in one:
-        (rows,) = plain.draw(240, stream)
-        assert row.nonzero().flatten().tolist() == rows
+    plain, stream = Poisson(sampling_rate=0.05), KeyStream.known(0, "sampling", 0)
+    for row in drawn(1):
+        assert [row.nonzero().flatten().tolist()] == plain.draw(240, stream)
 
 
 # Noise
@@ -126,15 +123,8 @@ def test_the_noise_has_the_law_of_the_inverse():
     large, small = torch.zeros(rounds, d, dtype=torch.float64), torch.zeros(rounds, 2000)
     for t in range(rounds):
         noise.add_to([Noisy("large", large[t], 3.0, c), Noisy("small", small[t], 0.5, c)], divisor=2.0)
-    inverse = np.linalg.inv(toeplitz(c, rounds))
-    for drawn_, sigma in ((large, 1.5), (small, 0.25)):
-        white = toeplitz(c, rounds) @ (drawn_.double().numpy() / sigma)
-        n = drawn_.shape[1]
-        squares = (white**2).sum(1)
-        assert ((chi2.ppf(1e-4, n) < squares) & (squares < chi2.ppf(1 - 1e-4, n))).all()
-        off = white @ white.T / math.sqrt(n)
-        assert np.abs(off[~np.eye(rounds, dtype=bool)]).max() < 4.5
-        assert np.cov(drawn_.double().numpy() / sigma) == pytest.approx(inverse @ inverse.T, abs=6 * 2 / math.sqrt(n))
+    for noises, sigma in ((large, 1.5), (small, 0.25)):
+        assert_law(noises.double().numpy() / sigma, c)
 
 
 def test_groups_have_noise_of_their_own_and_values_independent_noise():

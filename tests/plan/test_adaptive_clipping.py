@@ -1,6 +1,7 @@
 """Bounds that follow a quantile of the norms (Andrew et al. 2021)."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import plan_of, trainer
+from reference import clipped_sums, cross_entropy, record, stacked
+from runs import round_of
 from torch import nn
-from torch.nn import functional as F
 
 import dpexp
 from dpexp.accounting.accountants import epsilon
@@ -38,29 +40,30 @@ def data():
     return torch.randn(B, 3, dtype=torch.float64), torch.randint(0, 2, (B,))
 
 
-def loss_of(net, one):
-    return F.cross_entropy(net(one[0][None]), one[1][None])
-
-
-def norms_by_hand(net, x, y):
+def norms_by_hand(net):
     """[B] of each layer, one record at a time."""
     found = {"0": [], "2": []}
-    for one in zip(x, y, strict=True):
-        gradients = torch.autograd.grad(loss_of(net, one), list(net.parameters()))
-        for name, (weight, bias) in (("0", gradients[:2]), ("2", gradients[2:])):
-            found[name].append(math.hypot(float(weight.norm()), float(bias.norm())))
+    for i in range(B):
+        gradients = torch.autograd.grad(cross_entropy(net, record(data(), i)), list(net.parameters()))
+        for norms, own in zip(found.values(), (gradients[:2], gradients[2:]), strict=True):
+            norms.append(math.hypot(*(float(gradient.norm()) for gradient in own)))
     return {name: np.array(norms) for name, norms in found.items()}
 
 
-def carried_out(plan, net, path, rounds):
-    """The releases of rounds on the same sample, the bounds followed and the weights unchanged."""
+def plan(net, **choices):
+    return plan_of(net, **{"n": N, "q": Q, "steps": 1, "noise_multiplier": 1e-7} | choices)
+
+
+def carried_out(plan, net, path, batch=None):
+    """The releases of the plan's rounds on the same sample, the bounds followed and the weights unchanged."""
     bounds = AdaptiveState(plan.adaptive)
     engine = PrivateRound(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), adaptive_state=bounds)
-    ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
-    for t in range(rounds):
+    ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events())
+    batch = batch or data()
+    for t in range(plan.rounds):
         ledger.sample(event_of(plan.at_round(t).sampling, N, 0))
         engine.begin(t)
-        engine.add_chunk(loss_of, data(), B)
+        engine.add_chunk(cross_entropy, stacked(batch), len(batch[0]))
         engine.end()
         now, released = engine.current_plan, engine.release(ledger)
         yield now, released, bounds.update(released[value_key(UNCLIPPED)])
@@ -89,11 +92,10 @@ def test_bounds_move_as_the_paper_says(kind, tmp_path):
         initial=0.3, target_quantile=gamma if kind == "separate" else 0.6, learning_rate=0.5, budget_share=0.1
     )
     options, *metrics = choices(kind, bound)
-    plan = plan_of(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, **options)
-    norms = norms_by_hand(net, *data())
+    made, norms = plan(net, steps=6, **options), norms_by_hand(net)
     expected = {"0": 0.3, "2": 0.3}
-    for now, _, found in carried_out(plan, net, tmp_path / "ledger", 6):
-        shown = dict(AdaptiveState(plan.adaptive).clip_norms(now))
+    for now, _, found in carried_out(made, net, tmp_path / "ledger"):
+        shown = dict(AdaptiveState(made.adaptive).clip_norms(now))
         for metric, (name, S) in zip(metrics, expected.items(), strict=True):
             assert shown[metric] == pytest.approx(S, rel=1e-5)
             fraction = float((norms[name] <= S).sum() - B / 2) / (Q * N) + 0.5
@@ -103,41 +105,28 @@ def test_bounds_move_as_the_paper_says(kind, tmp_path):
 
 def test_two_adaptive_norms_have_their_own_rates_and_shares():
     rules = {"0": AdaptiveClipNorm(budget_share=0.1, learning_rate=0.1), "2": AdaptiveClipNorm(budget_share=0.2)}
-    plan = plan_of(model(), n=N, q=Q, steps=1, noise_multiplier=1.0, group=per_layer(), clip_norm=rules)
-    assert [member.learning_rate for member in plan.adaptive.members] == [0.1, 0.2]
-    assert [group.share for group in plan.groups] == pytest.approx([0.35, 0.35, 0.3])
+    made = plan(model(), group=per_layer(), clip_norm=rules)
+    assert [member.learning_rate for member in made.adaptive.members] == [0.1, 0.2]
+    assert [group.share for group in made.groups] == pytest.approx([0.35, 0.35, 0.3])
 
 
 @pytest.mark.parametrize("kind", ["separate", "joint", "by group"])
 def test_sums_are_clipped_to_the_bounds_of_their_round(kind, tmp_path):
     net = model()
     options, *_ = choices(kind, AdaptiveClipNorm(initial=0.3, learning_rate=1.0, budget_share=0.1))
-    plan = plan_of(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, **options)
-    *_, (now, released, _) = carried_out(plan, net, tmp_path / "ledger", 3)
-    sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    for one in zip(*data(), strict=True):
-        gradients = dict(zip(sums, torch.autograd.grad(loss_of(net, one), list(net.parameters())), strict=True))
-        for group in now.groups[:-1]:
-            scaled = [
-                gradients[name].flatten() / alpha
-                for vector, alpha in zip(group.vectors, group.alphas, strict=True)
-                for name in vector.parameters
-            ]
-            c = min(1.0, group.S / float(torch.cat(scaled).norm()))
-            for vector in group.vectors:
-                for name in vector.parameters:
-                    sums[name] += c * gradients[name]
-    for name, total in sums.items():
+    *_, (now, released, _) = carried_out(plan(net, steps=3, **options), net, tmp_path / "ledger")
+    of_gradients = SimpleNamespace(groups=now.groups[:-1])
+    for name, total in clipped_sums(of_gradients, net, lambda one: cross_entropy(net, one), data(), B).items():
         torch.testing.assert_close(released[name] * Q * N, total, atol=1e-5, rtol=0)
 
 
 def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
     net = model()
     group = Groups({"weights": Match(parameters=["*weight"]), "biases": Match(parameters=["*bias"])})
-    plan = plan_of(net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(AdaptiveClipNorm()))
-    bounds = AdaptiveState(plan.adaptive)
+    made = plan(net, group=group, mechanism=Joint(AdaptiveClipNorm()))
+    bounds = AdaptiveState(made.adaptive)
     bounds.multipliers = [1.0, 2.0, 3.0, 4.0]
-    now = bounds.plan_of_round(plan)
+    now = bounds.plan_of_round(made)
     assert [group.alphas for group in now.groups[:2]] == [(1.0, 2.0), (3.0, 4.0)]
     assert [name for name, _ in bounds.clip_norms(now)] == [
         "alpha/weights/0", "alpha/weights/2", "alpha/biases/0", "alpha/biases/2"
@@ -146,20 +135,16 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
 
 
 def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
-    net = model()
-    plan = plan_of(
-        net, n=N, q=0.09, steps=400, noise_multiplier=0.5, clip_norm=AdaptiveClipNorm(initial=50, budget_share=0.3)
-    )
-    S = [now.groups[0].S for now, _, _ in carried_out(plan, net, tmp_path / "ledger", 400)]
-    gradients = norms_by_hand(net, *data())
-    whole = np.sort(np.hypot(gradients["0"], gradients["2"]))
+    net, common = model(), {"q": 0.09, "steps": 400, "noise_multiplier": 0.5}
+    made = plan(net, clip_norm=AdaptiveClipNorm(initial=50, budget_share=0.3), **common)
+    S = [now.groups[0].S for now, _, _ in carried_out(made, net, tmp_path / "ledger")]
+    whole = np.sort(np.hypot(*norms_by_hand(net).values()))
     assert S[0] == 50 and whole[2] < np.median(S[200:]) < whole[6]
     ledger = read_ledger(tmp_path / "ledger")
     assert len(ledger.rounds) > 300, "S differs from round to round"
     assert len(releases(ledger)) == 1
-    assert epsilon(ledger, 1e-4) == pytest.approx(epsilon(plan.ledger(), 1e-4), rel=1e-9)
-    fixed = plan_of(net, n=N, q=0.09, steps=400, noise_multiplier=0.5)
-    assert epsilon(ledger, 1e-4) == pytest.approx(epsilon(fixed.ledger(), 1e-4), rel=1e-6)
+    found, planned, fixed = (epsilon(one, 1e-4) for one in (ledger, made.ledger(), plan(net, **common).ledger()))
+    assert found == pytest.approx(planned, rel=1e-9) and found == pytest.approx(fixed, rel=1e-6)
 
 
 @given(st.lists(st.floats(2.0**-60, 2.0**60), min_size=1, max_size=20), st.floats(1e-3, 1e3))
@@ -170,7 +155,7 @@ def test_rounds_whose_ratios_differ_by_rounding_are_of_one_kind_and_cost_no_less
 
 
 def test_rounds_that_differ_are_not_taken_together():
-    rounds = {Round(SAMPLING, (SumQueryEvent("all", 1.0, z),)): k + 1 for k, z in enumerate((1.0, 1 + 1e-9, 2.0))}
+    rounds = {round_of(z): k for k, z in enumerate((1.0, 1 + 1e-9, 2.0), 1)}
     assert sorted(releases(Ledger("add_remove", rounds)).values()) == [1, 2, 3]
 
 
@@ -182,30 +167,25 @@ def test_the_last_digits_of_a_norm_decide_over_little():
     assert found[0][0, 0] == 1 and found[0][0, -1] == 0
 
 
-def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
-    """But for one whose gradient is not finite, or that has no loss: it adds nothing at all."""
-    net = model()
+X, Y = data()
 
-    def counts(x, y, name, initial=1e3):
-        bound = AdaptiveClipNorm(initial=initial, budget_share=0.1)
-        plan = plan_of(net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), clip_norm=bound)
-        engine = PrivateRound(plan, net, GaussianNoise())
-        ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
-        ledger.sample(event_of(plan.sampling, N, 0))
-        engine.begin()
-        engine.add_chunk(loss_of, (x, y), len(x))
-        return engine.release(ledger)[value_key(UNCLIPPED)] * Q * N
 
-    def are(found, each):
-        torch.testing.assert_close(found, torch.full((2,), each, dtype=torch.float64), atol=1e-5, rtol=0)
-
-    x, y = data()
-    are(counts(x, y, "a"), B / 2)
-    are(counts(x, y, "b", initial=1e-9), -B / 2)
-    odd = torch.full((1, 3), math.inf, dtype=torch.float64)
-    are(counts(torch.cat([x, odd]), torch.cat([y, y[:1]]), "c"), B / 2)
-    with pytest.warns(UserWarning, match="contribute nothing"):
-        are(counts(torch.cat([x, x[:1]]), torch.cat([y, torch.tensor([7])]), "d"), B / 2)
+@pytest.mark.parametrize(
+    "initial, x, y, each",
+    [
+        (1e3, X, Y, B / 2), (1e-9, X, Y, -B / 2),
+        # But for one whose gradient is not finite, or that has no loss: it adds nothing at all.
+        (1e3, torch.cat([X, math.inf * X[:1]]), torch.cat([Y, Y[:1]]), B / 2),
+        (1e3, torch.cat([X, X[:1]]), torch.cat([Y, torch.tensor([7])]), B / 2),
+    ],
+)  # fmt: skip
+def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path, recwarn, initial, x, y, each):
+    net, bound = model(), AdaptiveClipNorm(initial=initial, budget_share=0.1)
+    made = plan(net, group=per_layer(), clip_norm=bound)
+    ((_, released, _),) = carried_out(made, net, tmp_path / "ledger", (x, y))
+    assert 7 not in y or any("contribute nothing" in str(warning.message) for warning in recwarn)
+    found = released[value_key(UNCLIPPED)] * Q * N
+    torch.testing.assert_close(found, torch.full((2,), each, dtype=torch.float64), atol=1e-5, rtol=0)
 
 
 def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
@@ -224,12 +204,10 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 
     before = fit(3)
     after = fit(6, resume=tmp_path / "checkpoint")
-    history = after.estimates.history["clip_norm/all"]
-    assert [t for t, _, _ in history] == [1, 2, 3, 4, 5, 6]
-    assert history[3][1] == pytest.approx(before.progress.adaptive.multipliers[0], rel=1e-12)
-    assert [query.S for query, _ in (r.queries for r in read_ledger(tmp_path / "ledger").rounds)] == [
-        S for _, S, _ in history
-    ]
+    rounds, S, _ = zip(*after.estimates.history["clip_norm/all"], strict=True)
+    assert rounds == (1, 2, 3, 4, 5, 6)
+    assert S[3] == pytest.approx(before.progress.adaptive.multipliers[0], rel=1e-12)
+    assert tuple(round_.queries[0].S for round_ in read_ledger(tmp_path / "ledger").rounds) == S
 
 
 @pytest.mark.parametrize(
@@ -254,4 +232,4 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 )
 def test_mistakes_are_sentences(options, said):
     with pytest.raises(dpexp.ConfigError, match=said):
-        plan_of(nn.Linear(3, 2), n=N, q=Q, steps=1, noise_multiplier=1.0, **options)
+        plan(nn.Linear(3, 2), **options)

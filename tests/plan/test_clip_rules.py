@@ -1,8 +1,7 @@
 """Clip rules: what they say, one record at a time; and that no record contributes more than S, whatever they say."""
 
 import math
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from fractions import Fraction
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import plan_of
-from reference import cross_entropy, factor, record, relative_error, sums_apart, sums_of
+from reference import cross_entropy, engine_of, factor, relative_error, sums_apart, sums_of
 from test_clipped_sums import KINDS, case, of_kind
 from torch import nn
 
@@ -20,31 +19,18 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, OuterProductGradient
 from dpexp.privacy.gradients.norms import LARGEST, UNIT, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
-from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, unbounded_clip_factors
-from dpexp.privacy.round import PrivateRound
 
 
-@dataclass(frozen=True)
-class Says:
+def rule(name, call):
+    """A rule: a frozen dataclass with a name, which is called with a norm x and S."""
+    return make_dataclass(name, [("name", str, name)], namespace={"__call__": call}, frozen=True)()
+
+
+def saying(number):
     """A rule that always says the same."""
-
-    number: float
-    name: str = "says"
-
-    def __call__(self, x, S):
-        return torch.full_like(x, self.number)
-
-
-@dataclass(frozen=True)
-class Middling:
-    """Would look at others' norms."""
-
-    name: str = "middling"
-
-    def __call__(self, x, S):
-        return S / x.flatten().max()
+    return rule(f"says {number}", lambda self, x, S: torch.full_like(x, number))
 
 
 def number(S):
@@ -52,7 +38,7 @@ def number(S):
 
 
 RULES = [Abadi(), Automatic(), Psac(), Global(1.0)]
-WRONG = [Says(1e30), Says(math.inf), Says(math.nan), Says(-1.0), Says(1.0)]
+WRONG = [saying(number) for number in (1e30, math.inf, math.nan, -1.0, 1.0)]
 EXTREME = [Automatic(1e-300), Psac(1e-300), Psac(1e300), Global(1e-300), Global(1e300)]
 named = pytest.mark.parametrize("clip", RULES, ids=lambda clip: clip.name)
 
@@ -92,33 +78,18 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
     module, batch = case(name)
 
-    def plan(bound):
-        own = {"mechanism": clipping.Joint(bound)} if mechanism == "joint" else {"clip_norm": bound}
-        return own_plan(module, **of_kind(mechanism, grouping) | {"clip_rule": clip} | own)
+    def engine(bound):
+        """Which has summed, and the norms of each group's records in units of S."""
+        own = {"mechanism": clipping.Joint(bound), "clip_norm": None} if mechanism == "joint" else {"clip_norm": bound}
+        made = engine_of(module, **of_kind(mechanism, grouping) | {"clip_rule": clip} | own)
+        sums, (observed,) = sums_of(made, cross_entropy, batch), made.observations
+        return made, sums, {group.name: observed[f"norm/{group.name}"] / group.S for group in made.plan.groups}
 
-    gradients = []
-    for i in range(len(batch[0])):
-        module.zero_grad()
-        cross_entropy(module, record(batch, i)).backward()
-        gradients.append({n: 0.0 if p.grad is None else float(p.grad.norm()) for n, p in module.named_parameters()})
-
-    def norms(made):
-        """Of each record, in units of S, by group."""
-        return {
-            group.name: torch.tensor([math.hypot(*(g[n] / a for n, a in scaled(group))) / group.S for g in gradients])
-            for group in made.groups
-        }
-
-    before = norms(plan(clipping.FixedClipNorm(1.0)))
-    made = plan(clipping.FixedClipNorm({name: 1.01 * float(x.median()) or 1.0 for name, x in before.items()}))
-    assert any((x < 1).any() and (x > 1).any() for x in norms(made).values())
-    engine = PrivateRound(made, module, GaussianNoise())
-    assert relative_error(sums_of(engine, cross_entropy, batch), sums_apart(engine, cross_entropy, batch)) < 1e-9
-
-
-def scaled(group):
-    """Its parameters and the scale of each."""
-    return [(name, alpha) for v, alpha in zip(group.vectors, group.alphas, strict=True) for name in v.parameters]
+    _, _, norms = engine(clipping.FixedClipNorm(1.0))
+    bound = clipping.FixedClipNorm({name: 1.01 * float(x.median()) or 1.0 for name, x in norms.items()})
+    made, sums, norms = engine(bound)
+    assert any((x < 1).any() and (x > 1).any() for x in norms.values())
+    assert relative_error(sums, sums_apart(made, cross_entropy, batch)) < 1e-9
 
 
 # No record contributes more than S
@@ -157,7 +128,7 @@ def test_no_vector_contributes_more_than_s(clip, dtype, numbers, S):
 @given(st.floats(1e-9, 1e9), st.floats(1e-6, 1e6))
 def test_what_rounds_after_a_factor_is_computed_is_taken_from_s(dtype, x, S):
     """c·g and c·g·x may each be larger by u."""
-    (c,) = clip_factors(Says(math.inf), torch.tensor([x], dtype=torch.float64), number(S), dtype).tolist()
+    (c,) = clip_factors(saying(math.inf), torch.tensor([x], dtype=torch.float64), number(S), dtype).tolist()
     assert Fraction(c) * Fraction(x) * (1 + Fraction(UNIT[dtype])) ** 2 <= Fraction(S)
 
 
@@ -174,7 +145,7 @@ def test_rules_are_bounded_by_no_more_than_rounding(clip, dtype):
 def test_a_short_vector_of_large_factors_does_not_overflow():
     """c is above 1, and x is so large that c·x could be infinite, though c ‖v‖ is small."""
     x, g = torch.full((1, 1, 2), 2.0**89), torch.full((1, 1, 3), 2.0**-135)
-    for clip in (Global(1e-12), Automatic(1e-12), Says(1e38)):
+    for clip in (Global(1e-12), Automatic(1e-12), saying(1e38)):
         use = OuterProductGradient(x, g)
         total = use.weighted_sum(clip_factors(clip, use.squared_norms().sqrt(), number(1.0), torch.float32))
         assert total.isfinite().all() and 0 < total.norm() <= 1
@@ -188,43 +159,11 @@ def test_a_record_longer_than_z_by_its_norms_margin_is_dropped():
     assert (clip_factors(clip, norms(v), number(S), torch.float64) > 0).tolist() == [False, False, True]
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    st.sampled_from(RULES + WRONG), st.data(),
-    st.lists(st.lists(st.floats(width=32), min_size=3, max_size=3), min_size=2, max_size=5),
-)  # fmt: skip
-def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
-    """Of each group, in every round of a schedule."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)).double()
-    plan = own_plan(
-        module, clip_rule=clip, group=groups.per_layer(), mechanism=clipping.Joint(clipping.DimensionClipNorm(0.3)),
-        vectors="parameter", steps=2, schedules={"S": [1.0, 0.3]},
-    )  # fmt: skip
-    engine = PrivateRound(plan, module, GaussianNoise())
-    x = torch.tensor(records, dtype=torch.float64)
-    out = data.draw(st.integers(0, len(x) - 1))
-    for t in (0, 1):
-        sums = []
-        for rows in (x, torch.cat([x[:out], x[out + 1 :]])):
-            engine.begin(t)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                engine.add_chunk(lambda own, one: own(one).square().sum(), rows, len(rows))
-            sums.append({name: total.clone() for name, total in engine._sums.items()})
-        some, others = sums
-        for group in engine.current_plan.groups:
-            moved = [
-                (some.get(name, torch.zeros(1)) - others.get(name, torch.zeros(1))).flatten() / alpha
-                for vector, alpha in zip(group.vectors, group.alphas, strict=True)
-                for name in vector.parameters
-            ]
-            assert torch.cat(moved).norm() <= group.S * (1 + 1e-12)
-
-
 def test_a_rule_sees_one_norm_at_a_time():
     x = torch.tensor([1.0, 2.0, 1e6], dtype=torch.float64)
-    assert unbounded_clip_factors(Middling(), x, number(1.0)).tolist() == pytest.approx([1.0, 0.5, 1e-6])
+    assert unbounded_clip_factors(
+        rule("middling", lambda self, x, S: S / x.flatten().max()), x, number(1.0)
+    ).tolist() == pytest.approx([1.0, 0.5, 1e-6])
 
 
 # The plan
@@ -240,28 +179,17 @@ def test_a_rule_changes_nothing_that_is_accounted(clip):
 
 def test_z_goes_with_s():
     """From group to group, and from round to round."""
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    given = clipping.FixedClipNorm({"0": 1.0, "1": 10.0})
     plan = own_plan(
-        module, clip_rule=Global(2.0), group=groups.per_layer(), clip_norm=given, steps=2, schedules={"S": [1.0, 0.1]}
-    )
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), clip_rule=Global(2.0), group=groups.per_layer(),
+        clip_norm=clipping.FixedClipNorm({"0": 1.0, "1": 10.0}), steps=2, schedules={"S": [1.0, 0.1]},
+    )  # fmt: skip
     x = torch.tensor([0.15, 1.5, 15.0], dtype=torch.float64)
     kept = [
-        [bool(c) for c in clip_factors(group.clip_rule, x, number(group.S), torch.float64)]
+        clip_factors(group.clip_rule, x, number(group.S), torch.float64).bool().tolist()
         for t in (0, 1)
         for group in plan.at_round(t).groups
     ]
     assert kept == [[True, True, False], [True, True, True], [True, False, False], [True, True, False]]
-
-
-@dataclass
-class Thawed:
-    """Could be changed during training."""
-
-    name: str = "thawed"
-
-    def __call__(self, x, S):
-        return S / x
 
 
 @pytest.mark.parametrize("make, value", [(Automatic, -1.0), (Psac, math.nan), (Global, "large")])
@@ -270,61 +198,27 @@ def test_bad_values_are_refused(make, value):
         make(value)
 
 
-def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
-    output = dpexp_job(
-        "clip_rule=global", "clip_rule.threshold=8", "model=logistic", "group=per_layer",
-        "trainer.num_evaluations=0", "sampling.steps=1", "tracking=none",
-    )  # fmt: skip
-    assert "clip global (threshold = 8" in capsys.readouterr().out
-    assert "clip global (threshold = 8), noise multiplier" in (output / "card.md").read_text()
-
-
-@dataclass(frozen=True)
-class Writing:
-    """It changes the norm that it is given."""
-
-    name: str = "writing"
-
-    def __call__(self, x, S):
-        x.mul_(0)
-        return x + 1e6
-
-
 def test_a_rule_that_writes_to_its_norm_is_bounded_all_the_same():
     norms = torch.tensor([1e-3, 1.0, 1e6], dtype=torch.float64)
-    c = clip_factors(Writing(), norms, number(0.01), torch.float64)
+    c = clip_factors(rule("writing", lambda self, x, S: x.mul_(0) + 1e6), norms, number(0.01), torch.float64)
     assert norms.tolist() == [1e-3, 1.0, 1e6] and (c * norms <= 0.01).all()
 
 
-@dataclass(frozen=True)
-class Asking:
-    name: str = "asking"
-
-    def __call__(self, x, S):
-        return 1.0 if x <= S else S / x
-
-
-@dataclass(frozen=True)
-class Answering:
-    name: str = "answering"
-
-    def __call__(self, x, S):
-        return torch.stack([x, x])
-
-
 NO_RULE = "is no clip rule; give a frozen dataclass with a name"
+THAWED = make_dataclass("Thawed", [("name", str, "thawed")], namespace={"__call__": max})  # which training could change
 
 
 @pytest.mark.parametrize(
-    "rule, said",
+    "given, said",
     [
-        (lambda x, S: S / x, NO_RULE), (Abadi, NO_RULE), (Thawed(), NO_RULE), (clipping.FixedClipNorm(1.0), NO_RULE),
-        (Asking(), "must accept a norm"), (Answering(), "one real number"),
+        *((one, NO_RULE) for one in (lambda x, S: S / x, Abadi, THAWED(), clipping.FixedClipNorm(1.0))),
+        (rule("asking", lambda self, x, S: 1.0 if x <= S else S / x), "must accept a norm"),
+        (rule("answering", lambda self, x, S: torch.stack([x, x])), "one real number"),
     ],
-)  # fmt: skip
-def test_what_is_no_rule_is_refused(rule, said):
+)
+def test_what_is_no_rule_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        own_plan(nn.Linear(2, 2), clip_rule=rule)
+        own_plan(nn.Linear(2, 2), clip_rule=given)
 
 
 @dataclass(frozen=True)
@@ -358,15 +252,14 @@ def test_the_last_digits_of_a_norm_decide_over_little(rule):
 @pytest.mark.parametrize("adjacency, changed", [("add_remove", []), ("replace_null", [0.0]), ("replace_one", [-9.0])])
 def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency, changed):
     """σ̃ over it is the z of a round in which all are sampled."""
-    plan = own_plan(
-        nn.Linear(1, 1, bias=False), n=2, q=1.0, sampling="full_batch", steps=1, noise_multiplier=1.5,
-        adjacency=adjacency,
-    )  # fmt: skip
+    module, moved = nn.Linear(1, 1, bias=False), SENSITIVITY[adjacency]
+    plan = own_plan(module, n=2, q=1.0, sampling="full_batch", noise_multiplier=1.5, adjacency=adjacency)
     (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
-    sums = []
-    for gradients in ([9.0, 5.0], [*changed, 5.0]):
+
+    def total(gradients):
         found = mechanism.norms({"weight": DenseGradient(torch.tensor(gradients)[:, None])})
-        sums.append(float(mechanism.sums(found, number(group.S), {"weight": torch.empty(1, 1)})["weight"]))
-    assert abs(sums[0] - sums[1]) == pytest.approx(group.S * SENSITIVITY[adjacency], rel=1e-6)
+        return float(mechanism.sums(found, number(group.S), {"weight": torch.empty(1, 1)})["weight"])
+
+    assert abs(total([9.0, 5.0]) - total([*changed, 5.0])) == pytest.approx(group.S * moved, rel=1e-6)
     (release,) = releases(plan.ledger())
-    assert release.z == pytest.approx(group.sigma / (group.S * SENSITIVITY[adjacency]))
+    assert release.z == pytest.approx(group.sigma / (group.S * moved))

@@ -9,9 +9,8 @@ import signal
 import pytest
 import pytorch_lightning as pl
 import torch
-from conftest import signal_after
 from filelock import FileLock
-from jobs import result_of, store_of
+from jobs import result_of, signal_after, store_of
 from safetensors import safe_open
 
 import dpexp

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from matplotlib.text import Text
-from test_accountants import ledger
+from runs import ledger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import audit

@@ -1,32 +1,29 @@
 """Random allocation: each record draws its own k of an epoch's t rounds, whatever the others draw."""
 
+from collections import Counter
 from itertools import combinations
 from math import comb
 
 import numpy as np
 import pytest
 from scipy.stats import binom, chisquare
+from test_policies import sampler, samples
 
 from dpexp.accounting.sampling import RandomAllocation, Shuffle, event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.sampling.loader import RoundSampler
 
 
-def drawn(policy, size, epochs, seed=0):
+def drawn(policy, size, epochs):
     """[epochs, size]: which of the k-subsets of its epoch's rounds each record drew, and [epochs, t]: sample sizes."""
-    stream = KeyStream.known(seed, "sampling", 0)
-    k = getattr(policy, "num_selected", 1)
+    stream, k = KeyStream.known(0, "sampling", 0), getattr(policy, "num_selected", 1)
     number = {subset: i for i, subset in enumerate(combinations(range(policy.rounds_per_epoch), k))}
     found, sizes = [], []
     for _ in range(epochs):
-        rounds = [[] for _ in range(size)]
         samples = policy.draw(size, stream)
         assert len(samples) == policy.rounds_per_epoch
-        for t, sample in enumerate(samples):
-            for record in sample:
-                rounds[record].append(t)
-        found.append([number[tuple(own)] for own in rounds])  # k distinct rounds of each record
+        rounds = [tuple(t for t, sample in enumerate(samples) for _ in range(sample.count(i))) for i in range(size)]
+        found.append([number[own] for own in rounds])  # k distinct rounds of each record
         sizes.append([*map(len, samples)])
     return np.array(found), np.array(sizes)
 
@@ -41,16 +38,16 @@ def p_values(policy, size, epochs):
         cells = np.ravel_multi_index(columns, [subsets] * len(columns)).ravel()
         return chisquare(np.bincount(cells, minlength=subsets ** len(columns))).pvalue
 
-    by_record = np.stack([np.bincount(column, minlength=subsets) for column in found.T])
-    sizes_law = binom.pmf(np.arange(size + 1), size, k / t)
-    common = sizes_law * epochs > 5
-    seen = np.bincount(sizes[:, 0], minlength=size + 1)
-    seen, law = np.append(seen[common], seen[~common].sum()), np.append(sizes_law[common], sizes_law[~common].sum())
+    records = np.broadcast_to(np.arange(size), found.shape)
+    by_record = np.bincount(np.ravel_multi_index((records, found), (size, subsets)).ravel(), minlength=size * subsets)
+    law, seen = binom.pmf(np.arange(size + 1), size, k / t) * epochs, np.bincount(sizes[:, 0], minlength=size + 1)
+    common = law > 5
+    seen, law = (np.append(one[common], one[~common].sum()) for one in (seen, law))
     return {
-        "a record": chisquare(by_record.ravel()).pvalue,
+        "a record": chisquare(by_record).pvalue,
         "two records": table(found[:, ::2], found[:, 1::2]),
         "two epochs": table(found[:-1], found[1:]),
-        "sizes": chisquare(seen, law * epochs).pvalue,
+        "sizes": chisquare(seen, law).pvalue,
     }
 
 
@@ -80,27 +77,27 @@ def test_the_same_check_rejects_records_that_follow_one_another():
     assert p_values(AllWithTheFirst(), 8, 4000)["two records"] < 1e-9
 
 
-def test_q_is_that_of_a_whole_number_of_rounds():
-    for q, k, t in ((512 / 60000, 1, 117), (0.3, 1, 3), (0.3, 2, 7), (1.0, 1, 1), (0.7, 1, 1), (1.0, 3, 3)):
-        policy, _ = RandomAllocation(sampling_rate=q, num_selected=k, steps=1).resolve(60000)
-        event = event_of(policy, 60000, 0)
-        assert (policy.q, policy.rounds_per_epoch, policy.rounds(2.5)) == (k / t, t, -(-5 * t // 2))
-        facts = event.facts()
-        assert (facts["q"], facts["num_selected"], facts["num_steps"]) == (k / t, k, t)
+@pytest.mark.parametrize(
+    "q, k, t", [(512 / 60000, 1, 117), (0.3, 1, 3), (0.3, 2, 7), (1.0, 1, 1), (0.7, 1, 1), (1.0, 3, 3)]
+)
+def test_q_is_that_of_a_whole_number_of_rounds(q, k, t):
+    policy, _ = RandomAllocation(sampling_rate=q, num_selected=k, steps=1).resolve(60000)
+    assert (policy.q, policy.rounds_per_epoch, policy.rounds(2.5)) == (k / t, t, -(-5 * t // 2))
+    facts = {"q": k / t, "num_selected": k, "num_steps": t}
+    assert event_of(policy, 60000, 0).facts().items() >= facts.items()
+
+
+def test_who_is_in_all_rounds_of_an_epoch_is_in_each():
     assert [*map(sorted, RandomAllocation(sampling_rate=1.0, num_selected=3).draw(5, KeyStream()))] == [[*range(5)]] * 3
 
 
 def test_an_epoch_is_drawn_together_and_the_next_one_anew():
     policy = RandomAllocation(sampling_rate=2 / 6, num_selected=2)
-    run = RoundSampler(lambda t: policy, 30, 12, 100, KeyStream.known(0, "sampling", 0))
+    run = sampler(lambda t: policy, 30, rounds=12)
     for epoch in (0, 6):
-        rounds, began = [], set()
-        for rows in run:
-            began.add(run.pending[0].epoch)
-            run.completed += run.pending.popleft().last
-            rounds += rows
-        assert began == {epoch} and run.completed == epoch + 6
-        assert sorted(rounds) == sorted([*range(30)] * 2)
+        rounds, chunks = samples(run)
+        assert {chunk.epoch for _, chunk in chunks} == {epoch} and run.completed == epoch + 6
+        assert Counter(i for sample in rounds for i in sample) == dict.fromkeys(range(30), 2)
 
 
 def test_no_policy_of_ones_own_claims_the_event():

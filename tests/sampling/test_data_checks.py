@@ -26,7 +26,7 @@ class Kept(Dataset):
 
     def __init__(self, change, items=None):
         self.items, self.change = items or rows(6), change
-        self.count, self.mean, self.last, self.kept = 0, torch.zeros(4).double(), None, {}
+        self.count, self.mean, self.kept = 0, torch.zeros(4).double(), {}
         self.own, self.buffer = torch.Generator().manual_seed(0), np.zeros(4)
 
     def __len__(self):
@@ -43,29 +43,24 @@ def running_mean(data, index, x):
     return x - data.mean
 
 
-def counter(data, index, x):
-    return x * (1 + data.count % 3)
-
-
-def shuffled(data, index, x):
-    return data.items[torch.randperm(6, generator=data.own)[index]][0]
-
-
-def from_the_tenth_on(data, index, x):
-    return x if data.count < 10 else x * data.count
-
-
 def one_buffer(data, index, x):
     data.buffer[:] = x.numpy()
     return data.buffer
 
 
+def counter(data, index, x):
+    return x * (1 + data.count % 3)
+
+
 def scaled_by_the_first(data, index, x):
-    data.last = x.norm() if data.last is None else data.last
-    return x / data.last
+    return x / data.kept.setdefault("first", x.norm())
 
 
-STATEFUL = [running_mean, counter, shuffled, from_the_tenth_on, one_buffer, scaled_by_the_first]
+STATEFUL = [
+    running_mean, counter, one_buffer, scaled_by_the_first,
+    lambda data, index, x: data.items[torch.randperm(6, generator=data.own)[index]][0],  # shuffled
+    lambda data, index, x: x if data.count < 10 else x * data.count,  # from the tenth on
+]  # fmt: skip
 
 
 def refusal_of(loader, units=None):
@@ -144,10 +139,6 @@ def seeded_from_torch(data, index, x):
     return x.numpy() + np.random.default_rng(int(torch.randint(2**31, ()))).random(4)
 
 
-def not_a_number(data, index, x):
-    return torch.where(x > 0, x, torch.nan)
-
-
 def fails_at_times(data, index, x):
     if index == 0 and data.count % 2:
         raise OSError
@@ -177,7 +168,7 @@ HONEST = {
     "a cache": (Kept(cached), None),
     "random augmentation": (Kept(augmented), None),
     "a generator seeded by torch's": (Kept(seeded_from_torch), None),
-    "NaN": (Kept(not_a_number), None),
+    "NaN": (Kept(lambda data, index, x: torch.where(x > 0, x, torch.nan)), None),
     "an error at times": (Kept(fails_at_times), None),
     "seeds": (Seeding(), None),
     "padding": (Items(sequences(6)), padded),

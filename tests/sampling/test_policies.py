@@ -3,6 +3,7 @@
 import math
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +17,10 @@ from dpexp.privacy.plan.options import Schedules
 from dpexp.privacy.sampling.loader import RoundSampler
 
 
-def sampler(size=100, q=0.1, rounds=50, physical=7, seed=0):
-    return RoundSampler(
-        lambda t: Poisson(sampling_rate=q), size, rounds, physical, KeyStream.known(seed, "sampling", 0)
-    )
+def sampler(policy=None, size=100, q=0.1, rounds=50):
+    """Of Poisson samples, or by a policy of each round."""
+    policy = policy or (lambda t: Poisson(sampling_rate=q))
+    return RoundSampler(policy, size, rounds, 7, KeyStream.known(0, "sampling", 0))
 
 
 def samples(sampler):
@@ -33,23 +34,6 @@ def samples(sampler):
         chunks.append((rows, chunk))
         sampler.completed += chunk.last
     return rounds, chunks
-
-
-def test_inclusion_is_independent_with_probability_q():
-    q, size, rounds = 0.07, 40, 4000
-    stream = KeyStream.known(1, "sampling", 0)
-    included = torch.zeros(rounds, size, dtype=torch.long)
-    for row in included:
-        row[Poisson(sampling_rate=q).draw(size, stream)[0]] = 1
-    assert binomtest(int(included.sum()), rounds * size, q).pvalue > 1e-3
-    counts = included.sum(0).double()
-    assert chisquare(counts.numpy()).pvalue > 1e-3, "every record alike"
-    together = (included[:, ::2] * included[:, 1::2]).sum()
-    assert binomtest(int(together), rounds * size // 2, q**2).pvalue > 1e-3, "pairs independent"
-    following = (included[:-1] * included[1:]).sum()
-    assert binomtest(int(following), (rounds - 1) * size, q**2).pvalue > 1e-3, "rounds independent"
-    sizes = included.sum(1).double()
-    assert sizes.var().item() == pytest.approx(size * q * (1 - q), rel=0.1), "sample sizes are binomial, not fixed"
 
 
 def test_a_tiny_rate_is_not_rounded_up():
@@ -75,7 +59,7 @@ def test_an_empty_sample_is_still_a_round():
 @pytest.mark.parametrize("size, batch", [(93, 1), (99, 1), (105, 1), (1437, 512), (50, 50), (10, 3)])
 def test_no_epoch_loses_a_round(size, batch):
     """Trap 4."""
-    run = sampler(size, batch / size, rounds=10**6)
+    run = sampler(None, size, batch / size, 10**6)
     for epoch in range(1, 6):
         samples(run)
         assert run.completed == math.ceil(epoch * size / batch - 1e-9)
@@ -105,16 +89,38 @@ def included(policy, size, draws, seed=2):
     return torch.stack(rows)
 
 
-def test_fixed_size_samples_are_uniform_subsets_of_exactly_that_size():
-    size, batch, rounds = 20, 6, 5000
-    seen = included(FixedSize(sampling_rate=batch / size), size, rounds)
-    assert (seen.sum(1) == batch).all()
-    assert chisquare(seen.sum(0).double().numpy()).pvalue > 1e-3, "every record alike"
-    together = int((seen[:, ::2] * seen[:, 1::2]).sum())
-    pairs = batch * (batch - 1) / (size * (size - 1))
-    assert binomtest(together, rounds * size // 2, pairs).pvalue > 1e-3, "without replacement"
-    following = int((seen[:-1] * seen[1:]).sum())
-    assert following / ((rounds - 1) * size) == pytest.approx((batch / size) ** 2, rel=0.03), "drawn anew each round"
+def binomial(size, q, most=None):
+    """The law of a sample's size, at most so many."""
+    law = binom.pmf(np.arange(size + 1), size, q)
+    return law if most is None else np.append(law[:most], law[most:].sum())
+
+
+LAWS = [  # policy, number of records, samples, the law of a sample's size
+    (Poisson(sampling_rate=0.07), 40, 4000, binomial(40, 0.07)),
+    (FixedSize(sampling_rate=6 / 20), 20, 5000, np.eye(7)[6]),
+    (TruncatedPoisson(sampling_rate=0.4, max_batch_size=12), 30, 6000, binomial(30, 0.4, 12)),
+]
+
+
+@pytest.mark.parametrize("policy, size, rounds, law", LAWS, ids=lambda one: getattr(one, "name", None))
+def test_samples_are_uniform_subsets_of_random_size_drawn_anew_each_round(policy, size, rounds, law):
+    """So a record, a pair of records in one sample, and a record in two samples come at the rates that follow."""
+    seen = included(policy, size, rounds)
+    sizes, k = np.bincount(seen.sum(1), minlength=len(law)), np.arange(len(law))
+    assert not sizes[law * rounds < 1e-9].any()
+    likely = law * rounds > 5
+    if likely.sum() > 1:
+        found, expected = (np.append(one[likely], one[~likely].sum()) for one in (sizes, rounds * law))
+        assert chisquare(found[expected > 0], expected[expected > 0]).pvalue > 1e-3, "sizes have their law"
+    q, pair = law @ k / size, law @ (k * (k - 1)) / (size * (size - 1))
+    for some, rate in (
+        (seen, q),
+        (seen[:, ::2] * seen[:, 1::2], pair),
+        (seen[:-1] * seen[1:], q**2),
+    ):
+        assert binomtest(int(some.sum()), some.numel(), rate).pvalue > 1e-3
+    for some in (seen, seen[seen.sum(1) == seen.sum(1).max()]):
+        assert chisquare(some.sum(0).double().numpy()).pvalue > 1e-3, "every record alike, also if some are cut off"
 
 
 @settings(max_examples=200, deadline=None)
@@ -161,39 +167,18 @@ def test_shuffled_samples_are_drawn_uniformly_and_anew_each_epoch():
     assert following / ((epochs - 1) * size) == pytest.approx((3 / size) ** 2, rel=0.15), "shuffled anew each epoch"
 
 
-def test_truncation_keeps_a_uniform_subset_of_at_most_the_maximum():
-    size, q, maximum, rounds = 30, 0.4, 12, 6000
-    seen = included(TruncatedPoisson(sampling_rate=q, max_batch_size=maximum), size, rounds)
-    sizes = seen.sum(1)
-    assert int(sizes.max()) == maximum
-    cut = binom.sf(maximum - 1, size, q)
-    assert binomtest(int((sizes == maximum).sum()), rounds, cut).pvalue > 1e-3
-    for k in (6, 9, 11):
-        assert binomtest(int((sizes == k).sum()), rounds, binom.pmf(k, size, q)).pvalue > 1e-3, "below it, Poisson"
-    assert chisquare(seen[sizes == maximum].sum(0).double().numpy()).pvalue > 1e-3, "whoever is cut off is random"
-
-
-def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
+@pytest.mark.parametrize("completed", range(6))
+def test_a_resumed_shuffled_epoch_has_the_samples_that_its_events_say_and_the_next_begins_anew(completed):
     """The permutation is gone with the process, so that further batches are not disjoint with the earlier ones."""
-    run = RoundSampler(lambda t: Shuffle(sampling_rate=0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
-    samples(run)
-    assert run.completed == 10
-    run.completed = 14
-    _, chunks = samples(run)
-    assert {chunk.epoch for _, chunk in chunks} == {14} and run.completed == 20
-    _, chunks = samples(run)
-    assert {chunk.epoch for _, chunk in chunks} == {20} and run.completed == 30
-
-
-def test_a_resumed_shuffled_epoch_has_samples_of_the_sizes_that_its_events_say():
     policy = Shuffle(sampling_rate=5 / 13)  # samples of 5, 5 and 3
-    for completed in range(6):
-        run = RoundSampler(lambda t: policy.at_round(t, 13), 13, 6, 7, KeyStream.known(0, "sampling", 0))
-        run.completed = completed
+    run = sampler(lambda t: policy.at_round(t, 13), 13, rounds=9)
+    run.completed = completed
+    for sizes in ([5, 5, 3][completed % 3 :], [5, 5, 3]):
+        began = run.completed
         rounds, chunks = samples(run)
-        assert [len(sample) for sample in rounds] == [5, 5, 3][completed % 3 :]
-        assert len({i for sample in rounds for i in sample}) == sum(map(len, rounds)), "disjoint"
-        assert {chunk.epoch for _, chunk in chunks} == {completed}
+        assert [len(sample) for sample in rounds] == sizes
+        assert len({i for sample in rounds for i in sample}) == sum(sizes), "disjoint"
+        assert {chunk.epoch for _, chunk in chunks} == {began} and run.completed == began + len(sizes)
 
 
 @pytest.mark.parametrize(
@@ -219,17 +204,15 @@ def test_policies_that_make_no_sense_are_refused(name, given, message):
 @pytest.mark.parametrize(
     "spec, expected",
     [
-        (None, [1] * 6),
-        (2, [2] * 6),
-        ([1, 1, 2, 2, 3, 1], [1, 1, 2, 2, 3, 1]),
-        ({"linear": [1, 2]}, [1, 1.2, 1.4, 1.6, 1.8, 2]),
-        ({"step": {0: 1.0, 4: 0.5}}, [1, 1, 1, 1, 0.5, 0.5]),
+        (None, [1] * 6), (2, [2] * 6), ([1, 1, 2, 2, 3, 1], [1, 1, 2, 2, 3, 1]),
+        ({"linear": [1, 2]}, np.linspace(1, 2, 6)), ({"step": {0: 1.0, 4: 0.5}}, [1] * 4 + [0.5] * 2),
     ],
-)
+    ids=str,
+)  # fmt: skip
 def test_schedules(spec, expected):
     plan = Schedules(z=spec).over(6)
-    assert [plan.at_round(t).z for t in range(6)] == pytest.approx(expected)
-    assert [plan.at_round(t).q for t in range(6)] == [1] * 6
+    rounds = [plan.at_round(t) for t in range(6)]
+    assert [one.z for one in rounds] == pytest.approx(list(expected)) and {one.q for one in rounds} == {1}
     assert sum(count for _, count in plan.segments(6)) == 6
 
 
@@ -245,6 +228,6 @@ def test_a_sample_with_a_record_twice_or_an_index_out_of_range_is_refused(sample
         def draw(self, size, stream):
             return [sample]
 
-    run = RoundSampler(lambda t: Mine(sampling_rate=0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
+    run = sampler(lambda t: Mine(sampling_rate=0.1))
     with pytest.raises(ConfigError, match=r"sampling: Mine\.draw gave a sample .*; give distinct indices"):
         next(iter(run))

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import Counter
 
 import audited
 import pytest
@@ -9,22 +10,24 @@ import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
 from plans import plan_of, trainer
+from reference import norm_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import Ledger, concatenate, read_ledger
-from dpexp.commands.objects import made_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import groups
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User
 from dpexp.rows import PlacedRows
 
-SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.nan])])
+SCALES = [*enumerate([1.0, 1e30, math.nan])]
+SCALED = pytest.mark.parametrize("seed, scale", SCALES)
 
 
 class Model(pl.LightningModule):
@@ -61,18 +64,10 @@ class Items(Dataset):
         return self.x[i], self.y[i]
 
 
-class OfUsers(Items):
+def of_users(x, y, user_of):
     """Each index gives a list of one user's examples."""
-
-    def __init__(self, x, y, user_of):
-        super().__init__(x, y)
-        self.members = [[i for i, u in enumerate(user_of) if u == user] for user in dict.fromkeys(user_of)]
-
-    def __len__(self):
-        return len(self.members)
-
-    def __getitem__(self, user):
-        return [super(OfUsers, self).__getitem__(i) for i in self.members[user]]
+    users = [[i for i, own in enumerate(user_of) if own == user] for user in dict.fromkeys(user_of)]
+    return [[(x[i], y[i]) for i in members] for members in users]
 
 
 @pytest.fixture
@@ -137,8 +132,8 @@ MEMBERS = [[0, 3], [1, 2, 5, 6], [4, 7], [8, 9, 10]]
 
 
 def a_data_set(kind, x, y, user_of=USER_OF):
-    if kind is OfUsers:
-        return OfUsers(x, y, user_of)
+    if kind is of_users:
+        return of_users(x, y, user_of)
     dataset = kind(x, y)
     dataset.user_of = user_of
     return dataset
@@ -151,18 +146,6 @@ def differing(found, expected):
         return found[name].norm() > 0.01 and torch.allclose(found[name], expected[name], atol=1e-9, rtol=0)
 
     return [name for name in found.keys() | expected.keys() if not is_same(name)]
-
-
-@pytest.mark.parametrize("k, kind", [(1, Items), (3, TensorDataset), (4, Items)])
-def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, quiet):
-    x, y = rows(11)
-    found, plan = released(
-        tmp_path, kind(x.double(), y), Microbatch(k), clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
-        group=groups.per_layer(),
-    )  # fmt: skip
-    assert plan.n == math.ceil(11 / k)
-    units = [[*range(i, min(i + k, 11))] for i in range(0, 11, k)]
-    assert differing(found, by_hand(units, mean_gradient(x, y), plan)) == []
 
 
 class Unread(Items):
@@ -181,83 +164,78 @@ def unusable(x, y):
     return PlacedRows(x, y, usable=torch.tensor([k not in ODD for k in range(len(x))]), reason="odd.")
 
 
-@pytest.mark.parametrize("record", [Example(), Microbatch(3), User(4, "user_of")], ids=str)
-@pytest.mark.parametrize("kind", [unusable, Unread])
-def test_examples_that_cannot_be_used_are_left_out_of_their_unit(kind, record, tmp_path, quiet):
+def in_units(k):
+    return [[*range(i, min(i + k, 11))] for i in range(0, 11, k)]
+
+
+BY_ATTRIBUTE, WITHOUT_SOME = User(8, "user_of"), [7, 2, 2, -1, 9, 2, 2, 9, 5, 5, -1]
+LEFT = [  # of units some of whose examples cannot be used
+    (Example(), [[k] for k in (0, 2, 6, 7, 8, 9, 10)]),
+    (Microbatch(3), [[0, 2], [6, 7, 8], [9, 10]]),
+    (User(4, "user_of"), [[2, 6], [8, 9], [0], [7]]),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, record, units, user_of",
+    [
+        *((kind, Microbatch(k), in_units(k), USER_OF) for k, kind in ((1, Items), (3, TensorDataset), (4, Items))),
+        *((kind, BY_ATTRIBUTE, MEMBERS, USER_OF) for kind in (TensorDataset, Items)),
+        (of_users, User(8, None), MEMBERS, USER_OF),
+        *(pytest.param(kind, *left, WITHOUT_SOME, id=f"left_out-{kind.__name__}-{left[0]}")
+          for kind in (unusable, Unread) for left in LEFT),
+    ],
+)  # fmt: skip
+def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, record, units, user_of, tmp_path, quiet):
+    """Of those that can be used."""
     x, y = rows(11)
-    dataset = a_data_set(kind, x.double(), y, [7, 2, 2, -1, 9, 2, 2, 9, 5, 5, -1])
-    found, plan = released(tmp_path, dataset, record, users=4, clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3))
-    units = {
-        Example: [[k] for k in (0, 2, 6, 7, 8, 9, 10)],
-        Microbatch: [[0, 2], [6, 7, 8], [9, 10]],
-        User: [[2, 6], [8, 9], [0], [7]],
-    }[type(record)]
+    dataset = a_data_set(kind, x.double(), y, user_of)
+    choices = {"clip_norm": FixedClipNorm(0.3), "group": groups.per_layer()}
+    found, plan = released(tmp_path, dataset, record, users=4, **choices)
     assert differing(found, by_hand(units, mean_gradient(x, y), plan)) == []
+    assert plan.n == (len(units) if user_of is USER_OF else {Example: 11}.get(type(record), 4))
 
 
-@pytest.mark.parametrize("kind", [TensorDataset, Items, OfUsers])
-def test_a_users_vector_is_the_mean_gradient_of_its_examples(kind, tmp_path, quiet):
-    x, y = rows(11)
-    by = None if kind is OfUsers else "user_of"
-    found, plan = released(tmp_path, a_data_set(kind, x.double(), y), User(8, by), users=4)
-    assert plan.n == 4
-    assert differing(found, by_hand(MEMBERS, mean_gradient(x, y), plan)) == []
-
-
-@pytest.mark.parametrize("kind", [TensorDataset, OfUsers])
+@pytest.mark.parametrize("kind", [TensorDataset, of_users])
 def test_of_a_user_with_more_examples_a_random_part_is_used(kind):
     """Another one each round; those of a smaller one stay."""
     x, y = torch.arange(11), torch.zeros(11)
     dataset = a_data_set(kind, x, y)
-    units = User(2, None if kind is OfUsers else "user_of").units(dataset)
+    units = User(2, None if kind is of_users else "user_of").units(dataset)
     stream = KeyStream.known(0, "sampling", 0)
     drawn = [[units.examples(dataset, units.draw(i, stream)) for i in range(4)] for _ in range(200)]
-    for i, members in enumerate(MEMBERS if kind is OfUsers else [MEMBERS[k] for k in (1, 3, 0, 2)]):  # by number
-        chosen = [tuple(int(example[0]) for example in one[i]) for one in drawn]
-        assert all(len({*some}) == 2 and {*some} <= {*members} for some in chosen)
-        if len(members) == 2:
-            assert {*chosen} == {tuple(members)}
-        else:
-            counts = [sum(member in some for some in chosen) for member in members]
-            assert all(abs(count - 200 * 2 / len(members)) < 40 for count in counts)  # 5.6 standard deviations
+    by_number = MEMBERS if kind is of_users else [MEMBERS[k] for k in (1, 3, 0, 2)]
+    for members, own in zip(by_number, zip(*drawn, strict=True), strict=True):
+        chosen = [tuple(int(example[0]) for example in one) for one in own]
+        counts = Counter(member for some in chosen for member in some)
+        assert all(len({*some}) == 2 for some in chosen) and counts.keys() == {*members}
+        assert len(members) > 2 or {*chosen} == {tuple(members)}
+        assert all(abs(count - 200 * 2 / len(members)) < 40 for count in counts.values())  # 5.6 standard deviations
 
 
-def length(found):
-    return math.sqrt(sum(total.square().sum().item() for total in found.values()))
-
-
-def difference(some, others):
-    return length({name: some[name] - others[name] for name in some})
-
-
-@SCALED
-def test_a_user_more_or_less_moves_the_sum_by_at_most_S(seed, scale, tmp_path):
+@pytest.mark.parametrize(
+    "record, last, seed, scale",
+    [
+        *((BY_ATTRIBUTE, 4, seed, scale) for seed, scale in SCALES),
+        (Microbatch(1), 1, 0, 1.0), (Microbatch(3), 3, 2, math.inf),
+    ],
+)  # fmt: skip
+def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_that(
+    record, last, seed, scale, tmp_path
+):
     """With next to no noise, whatever it has, and however much of it."""
-    x, y = rows(12, seed)
+    x, y = rows(8 + last, seed)
     x[8:] *= scale
-    user_of = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
-    with_, _ = released(
-        tmp_path, a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]), User(8, "user_of"), users=4,
-        precision="32-true",
-    )  # fmt: skip
-    without, _ = released(
-        tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), User(8, "user_of"), users=4, precision="32-true"
-    )
-    assert difference(with_, without) <= 1 + 1e-4
+    others = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
 
+    def sums(x, y):
+        dataset = a_data_set(TensorDataset, x, y, [*others, *[5] * last][: len(x)])
+        return released(tmp_path, dataset, record, users=4, precision="32-true")[0]
 
-@pytest.mark.parametrize("seed, scale", [(0, 1.0), (2, math.inf)])
-def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_that(seed, scale, tmp_path):
-    folder, k = tmp_path, 1 + seed % 5
-    x, y = rows(4 * k, seed)
-    x[-1] *= scale
-    some, _ = released(folder, TensorDataset(x, y), Microbatch(k), precision="32-true")
-    without, _ = released(folder, TensorDataset(x[:-k], y[:-k]), Microbatch(k), precision="32-true")
-    assert difference(some, without) <= 1 + 1e-4
-    other_x = x.clone()
-    other_x[-1] = 5.0
-    replaced, _ = released(folder, TensorDataset(other_x, y), Microbatch(k), precision="32-true")
-    assert difference(some, replaced) <= 2 + 1e-4
+    some = sums(x, y)
+    assert norm_of(some, sums(x[:8], y[:8])) <= 1 + 1e-4
+    x[-1] = 5.0
+    assert record is BY_ATTRIBUTE or norm_of(some, sums(x, y)) <= 2 + 1e-4
 
 
 def choices_of(kind, **more):
@@ -304,26 +282,32 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
     ],
 )
 def test_what_a_record_cannot_be_is_said(given, said):
+    from dpexp.commands.objects import made_of  # which imports Hydra
+
     with pytest.raises(ConfigError, match=said):
         made_of("privacy_unit", OmegaConf.create(given))
 
 
-def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
-    x, y = rows(11)
-    with pytest.raises(ConfigError, match=r"privacy_unit=user counts users: give data.users"):
-        released(tmp_path, TensorDataset(x, y), User(8, "user_of"))
-    with pytest.raises(
-        ConfigError, match=r"privacy_unit.user_attribute=user_of must be an attribute of the training data set"
-    ):
-        released(tmp_path, TensorDataset(x, y), User(8, "user_of"), users=4)
-    with pytest.raises(ConfigError, match=r"a list of as many integers; there is a list of another length"):
-        released(tmp_path, a_data_set(TensorDataset, x, y, [1, 2]), User(8, "user_of"), users=4)
+@pytest.mark.parametrize(
+    "user_of, users, said",
+    [
+        (None, None, r"privacy_unit=user counts users: give data.users"),
+        (None, 4, r"privacy_unit.user_attribute=user_of must be an attribute of the training data set"),
+        ([1, 2], 4, r"a list of as many integers; there is a list of another length"),
+    ],
+)
+def test_what_a_data_set_does_not_say_is_asked_for(user_of, users, said, tmp_path):
+    dataset = TensorDataset(*rows(11))
+    if user_of:
+        dataset.user_of = user_of
+    with pytest.raises(ConfigError, match=said):
+        released(tmp_path, dataset, BY_ATTRIBUTE, users=users)
 
 
 def test_a_pair_is_an_example_and_no_list_of_two(tmp_path):
     x, y = rows(8)
     with pytest.raises(ConfigError, match="each index is a list of a user's examples; it has a tuple, as an example"):
         released(tmp_path, [(a, a) for a in x], User(2, None))
-    pairs = [(a, b) for a, b in zip(x, y, strict=True)]
+    pairs = [*zip(x, y, strict=True)]
     for data in ([pairs[:4], pairs[4:]], [tuple(pairs[:4]), tuple(pairs[4:])]):
         assert [len(User(8, None).units(data).examples(data, (i, bytes(32)))) for i in range(2)] == [4, 4]

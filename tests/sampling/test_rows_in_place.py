@@ -55,8 +55,13 @@ POLICIES = {
 WORST = {}  # adjacency, bound -> the number of comparisons, and the largest move, in S
 
 
-# Sources: a function of (folder, {row: fault}) that gives the training set, and faults: name -> (what stands in the
-# row's place, whether the row then contributes nothing, whether its user is known).
+# Sources: a function of (folder, {row: fault}) that gives the training set, and faults: by what becomes of the row, the
+# name of the fault and what stands in the row's place: some other cells, or a function of the row.
+
+NULL = True, True  # the row then contributes nothing
+LOST = True, False  # nor is its user known
+USED = False, True  # it contributes
+AS_BEFORE = None, True  # what is summed does not move
 
 
 def row_of(k):
@@ -65,14 +70,20 @@ def row_of(k):
     return {"age": age, "colour": colour, "who": f"u{k % (N // K)}", "ill": ["no", "yes"][int(random.integers(2))]}
 
 
-def replaced(k, faults, rows):
-    return faults[k](rows[k]) if k in faults else rows[k]
+def with_faults(faults, row_of, whole=dict):
+    """All rows as they stand in a file, with the faults of some."""
+    rows = []
+    for k in range(N):
+        change = faults.get(k, {})
+        rows.append(change(whole(row_of(k))) if callable(change) else whole(row_of(k) | change))
+    return rows
 
 
 def csv(folder, faults):
-    lines = [",".join(map(str, row_of(k).values())).encode() for k in range(N)]
-    lines = [b"age,colour,who,ill", *(replaced(k, faults, lines) for k in range(N))]
-    (folder / "train.csv").write_bytes(b"\n".join(lines) + b"\n")
+    """Cells are bytes."""
+    cells = lambda k: {name: str(value).encode() for name, value in row_of(k).items()}  # noqa: E731
+    lines = with_faults(faults, cells, lambda row: b",".join(row.values()))
+    (folder / "train.csv").write_bytes(b"\n".join([b"age,colour,who,ill", *lines]) + b"\n")
     return table(folder, "train.csv")
 
 
@@ -81,118 +92,108 @@ def table(folder, name):
     return Table(str(folder / name), COLUMNS, "ill", "who", str(folder / "test.csv"))
 
 
-def cell(place, value):
-    """A line of CSV with another value in a place."""
-    return lambda line: b",".join([*line.split(b",")[:place], value, *line.split(b",")[place + 1 :]])
-
-
 CSV = {
-    "blank line": (lambda line: b"", True, False),
-    "no target": (cell(3, b""), True, True),
-    "another target": (cell(3, b"perhaps"), True, True),
-    "a field too many": (lambda line: line + b",more", True, False),
-    "a field too few": (lambda line: line.rpartition(b",")[0], True, False),
-    "one byte": (lambda line: b"\0", True, False),
-    "bytes of latin1": (cell(1, "blü".encode("latin1")), False, True),
-    "no number": (cell(0, b"x"), False, True),
-    "NaN": (cell(0, b"nan"), False, True),
-    "a long field": (cell(0, b"9" * 200_000), False, True),
-    "quotes": (cell(0, b'5"'), False, True),
-    "no person": (cell(2, b" "), True, False),
-}
+    LOST: {
+        "blank line": lambda line: b"", "one byte": lambda line: b"\0", "no person": {"who": b" "},
+        "a field too many": lambda line: line + b",more", "a field too few": lambda line: line.rpartition(b",")[0],
+    },
+    NULL: {"no target": {"ill": b""}, "another target": {"ill": b"perhaps"}},
+    USED: {
+        "bytes of latin1": {"colour": "blü".encode("latin1")}, "no number": {"age": b"x"}, "NaN": {"age": b"nan"},
+        "a long field": {"age": b"9" * 200_000}, "quotes": {"age": b'5"'},
+    },
+}  # fmt: skip
+
+
+def json_line(cells):
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in cells.items()) + "}"
+
+
+def in_json(row):
+    return {name: json.dumps(value) for name, value in row.items()}
 
 
 def jsonl(folder, faults):
-    lines = [json.dumps(row_of(k)) for k in range(N)]
-    (folder / "train.jsonl").write_text("".join(replaced(k, faults, lines) + "\n" for k in range(N)))
+    """Cells are JSON."""
+    lines = with_faults(faults, lambda k: in_json(row_of(k)), json_line)
+    (folder / "train.jsonl").write_text("".join(line + "\n" for line in lines))
     return table(folder, "train.jsonl")
 
 
-def field(name, value):
-    """A line of JSON with another value of a field, as JSON."""
-    return lambda line: json.dumps(json.loads(line) | {name: None}).replace(f'"{name}": null', f'"{name}": {value}')
-
-
 JSONL = {
-    "blank line": (lambda line: "", True, False),
-    "no object": (lambda line: "[1]", True, False),
-    "half an object": (lambda line: line[:9], True, False),
-    "no field": (lambda line: "{}", True, False),
-    "one field more": (field("odd", "1"), None, True),
-    "a target of another type": (field("ill", '{"yes": 1}'), True, True),
-    "a deep list": (field("ill", "[" * 900 + "]" * 900), True, True),
-    "many digits": (field("age", "9" * 5000), True, False),
-    "no number": (field("age", "[3]"), False, True),
-    "half of a surrogate pair": (field("colour", r'"\ud800"'), False, True),
-    "NaN": (field("age", "NaN"), False, True),
-}
+    LOST: {
+        "blank line": lambda line: "", "no object": lambda line: "[1]", "no field": lambda line: "{}",
+        "half an object": lambda line: line[:9], "many digits": {"age": "9" * 5000},
+    },
+    AS_BEFORE: {"one field more": {"odd": "1"}},
+    NULL: {"a target of another type": {"ill": '{"yes": 1}'}, "a deep list": {"ill": "[" * 900 + "]" * 900}},
+    USED: {"no number": {"age": "[3]"}, "half of a surrogate pair": {"colour": r'"\ud800"'}, "NaN": {"age": "NaN"}},
+}  # fmt: skip
 
 
 def parquet_file(folder, faults):
-    rows = [row_of(k) for k in range(N)]
-    rows = [replaced(k, faults, rows) for k in range(N)]
+    rows = with_faults(faults, row_of)
     columns = {name: [row[name] for row in rows] for name in COLUMNS}
     parquet.write_table(pa.table(columns), folder / "train.parquet")
     return table(folder, "train.parquet")
 
 
 PARQUET = {
-    "no value": (lambda row: dict.fromkeys(row), True, False),
-    "no target": (lambda row: row | {"ill": None}, True, True),
-    "no number": (lambda row: row | {"age": None}, False, True),
-    "far off": (lambda row: row | {"age": 2**62}, False, True),
-}
+    LOST: {"no value": dict.fromkeys(COLUMNS)}, NULL: {"no target": {"ill": None}},
+    USED: {"no number": {"age": None}, "far off": {"age": 2**62}},
+}  # fmt: skip
+
+
+def image_of(k):
+    grey, content = np.random.default_rng(k).integers(0, 256, (2, 2)).astype(np.uint8), BytesIO()
+    Image.fromarray(grey).save(content, "png")
+    return {"class": "ab"[k % 2], "file": content.getvalue()}
 
 
 def image_files(folder, faults):
-    content = BytesIO()
-    for k in range(N):
-        name, content = "ab"[k % 2], BytesIO()
-        grey = np.random.default_rng(k).integers(0, 256, (2, 2)).astype(np.uint8)
-        Image.fromarray(grey).save(content, "png")
-        name, data = replaced(k, faults, {k: (name, content.getvalue())})
-        (folder / "train" / name).mkdir(parents=True, exist_ok=True)
-        (folder / "train" / name / f"{k:02}.png").write_bytes(data)
+    for k, row in enumerate(with_faults(faults, image_of)):
+        (folder / "train" / row["class"]).mkdir(parents=True, exist_ok=True)
+        (folder / "train" / row["class"] / f"{k:02}.png").write_bytes(row["file"])
     return Images(str(folder / "train"), "", ["a", "b"], [1, 2, 2])
 
 
 IMAGES = {
-    "empty file": (lambda file: (file[0], b""), True, True),
-    "half a file": (lambda file: (file[0], file[1][:40]), True, True),
-    "no image": (lambda file: (file[0], b"text"), True, True),
-    "no known class": (lambda file: ("c", file[1]), True, True),
-    "another class": (lambda file: ("ba"[file[0] == "b"], file[1]), False, True),
-}
+    NULL: {
+        "empty file": {"file": b""}, "half a file": lambda row: row | {"file": row["file"][:40]},
+        "no image": {"file": b"text"}, "no known class": {"class": "c"},
+    },
+    USED: {"another class": lambda row: row | {"class": "ba"[row["class"] == "b"]}},
+}  # fmt: skip
+
+
+def vector_of(k):
+    return {"v": np.random.default_rng(k).normal(0, 3, 4).tolist(), "y": ("no", "yes")[k % 2]}
 
 
 def hub(folder, faults):
-    rows = [(np.random.default_rng(k).normal(0, 3, 4).tolist(), ("no", "yes")[k % 2]) for k in range(N)]
-    rows = [replaced(k, faults, rows) for k in range(N)]
-    made = Dataset.from_dict(
-        {"v": [v for v, _ in rows], "y": [y for _, y in rows]},
-        Features({"v": List(Value("float32")), "y": Value("string")}),
-    )
+    features = Features({"v": List(Value("float32")), "y": Value("string")})
+    made = Dataset.from_list(with_faults(faults, vector_of), features)
     DatasetDict({"train": made, "test": made}).save_to_disk(folder / "saved")
     return HuggingFace(str(folder / "saved"), ["no", "yes"], [4], "v", "y")
 
 
 HUB = {
-    "no vector": (lambda row: (None, row[1]), True, True),
-    "a short vector": (lambda row: ([1.0], row[1]), True, True),
-    "NaN": (lambda row: ([math.nan] * 4, row[1]), True, True),
-    "no label": (lambda row: (row[0], None), True, True),
-    "another label": (lambda row: (row[0], "maybe"), True, True),
-}
+    NULL: {
+        "no vector": {"v": None}, "a short vector": {"v": [1.0]}, "NaN": {"v": [math.nan] * 4}, "no label": {"y": None},
+        "another label": {"y": "maybe"},
+    },
+}  # fmt: skip
 
 
 def text_of(k):
-    return " ".join("abcdefgh"[(3 * k + j + k // 8) % 8] for j in range(2 + k % 5))
+    words = " ".join("abcdefgh"[(3 * k + j + k // 8) % 8] for j in range(2 + k % 5))
+    return in_json({"text": words, "who": f"u{k % (N // K)}", "kind": ["x", "y"][k % 2]})
 
 
 def text_lines(folder, faults):
-    lines = [json.dumps({"text": text_of(k), "who": f"u{k % (N // K)}", "kind": ["x", "y"][k % 2]}) for k in range(N)]
-    for name, some in (("train", [replaced(k, faults, lines) for k in range(N)]), ("test", lines)):
-        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in some))
+    for name, some in (("train", faults), ("test", {})):
+        lines = with_faults(some, text_of, json_line)
+        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
     return str(folder / "train.jsonl"), str(folder / "test.jsonl"), str(folder.parent / "tokenizer"), 8
 
 
@@ -204,18 +205,15 @@ def labelled(folder, faults):
     return LabelledTexts(*text_lines(folder, faults), "kind", ["x", "y"])
 
 
+BLANK, NO_TEXT = {"blank line": lambda line: ""}, {"no text": {"text": "null"}}
+OTHER_TEXT = {USED: {"another text": {"text": '"h h h h h h h h h h h h"'}}}
 DOCUMENTS = {
-    "blank line": (lambda line: "", True, False),
-    "no object": (lambda line: "3", True, False),
-    "no text": (field("text", "null"), True, True),
-    "a number": (field("text", "3"), True, True),
-    "blanks": (field("text", '"  "'), True, True),
-    "another text": (field("text", '"h h h h h h h h h h h h"'), False, True),
-}
-LABELLED = {name: DOCUMENTS[name] for name in ("blank line", "no text", "another text")} | {
-    "no label": (field("kind", "null"), True, True),
-    "another label": (field("kind", '"z"'), True, True),
-}
+    LOST: BLANK | {"no object": lambda line: "3"},
+    NULL: NO_TEXT | {"a number": {"text": "3"}, "blanks": {"text": '"  "'}},
+} | OTHER_TEXT
+LABELLED = {
+    LOST: BLANK, NULL: NO_TEXT | {"no label": {"kind": "null"}, "another label": {"kind": '"z"'}},
+} | OTHER_TEXT  # fmt: skip
 
 
 class Arrays:
@@ -225,17 +223,15 @@ class Arrays:
 
 def arrays(folder, faults):
     generator = torch.Generator().manual_seed(0)
-    rows = [(torch.randn(4, generator=generator), torch.tensor(k % 2)) for k in range(N)]
-    x, y = zip(*(replaced(k, faults, rows) for k in range(N)), strict=True)
-    train = TensorDataset(torch.stack(x), torch.stack(y))
+    rows = with_faults(faults, lambda k: {"x": torch.randn(4, generator=generator), "y": torch.tensor(k % 2)})
+    train = TensorDataset(*(torch.stack([row[name] for row in rows]) for name in "xy"))
     train.user_of = [k % (N // K) for k in range(N)]
     return Arrays(train)
 
 
 ARRAYS = {
-    "NaN": (lambda row: (row[0] * math.nan, row[1]), True, True),
-    "no class": (lambda row: (row[0], row[1] + 9), True, True),
-    "far off": (lambda row: (row[0] * 1e30, row[1]), False, True),
+    NULL: {"NaN": lambda row: row | {"x": row["x"] * math.nan}, "no class": lambda row: row | {"y": row["y"] + 9}},
+    USED: {"far off": lambda row: row | {"x": row["x"] * 1e30}},
 }
 
 SOURCES = {
@@ -371,7 +367,7 @@ def test_a_rows_content_changes_nothing_else(folder, source, unit):
     job = Job(unit, train)
     before, units = {policy: job.sums(train, policy) for policy in POLICIES}, job.units(train)
     assert len(train) == N and len(units) == job.records
-    for fault, (change, is_null, keeps_user) in faults.items():
+    for (is_null, keeps_user), fault, change in [(end, *one) for end, some in faults.items() for one in some.items()]:
         for rows in tried(units, unit):
             other, lost = made(dict.fromkeys(rows, change)), unit == "user" and not keeps_user
             assert len(other) == N, fault

@@ -11,9 +11,8 @@ from dataclasses import asdict
 
 import dp_accounting
 import pytest
-from conftest import FORKS
 from dp_accounting import rdp
-from jobs import store_of
+from jobs import FORKS, store_of
 from mlflow import MlflowClient
 from test_run_costs import EVENT, rounds, run_on, store
 

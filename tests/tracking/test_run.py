@@ -9,8 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import signal_after
-from jobs import result_of, store_of
+from jobs import result_of, signal_after, store_of
 from mlflow import MlflowClient
 from test_run_costs import FORK
 
