@@ -461,8 +461,8 @@ FAULTS = [
           "rounds = rounds or self.sampling.length(policy)", "rounds = rounds or self.plan.rounds",
           "solved_q -k epochs"),
     # What people meet
-    fault("optimizers and schedules are not tried", "commands/build.py", "            made.step()  # without",
-          "            pass  # without", "cli -k 'OneCycleLR or betas or StepLR'"),
+    fault("optimizers and schedules are not tried", "commands/build.py", "        made.step()",
+          "        pass", "cli -k 'OneCycleLR or betas or StepLR'"),
     fault("an error of an optimizer is a traceback", "commands/build.py",
           "except Exception as error:  # torch raises", "except TypeError as error:  # torch raises", "cli -k StepLR"),
     fault("a bare key is not found in its section", "commands/command_line.py",

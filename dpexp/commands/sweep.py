@@ -40,12 +40,12 @@ class Grid(BasicSweeper):
         assert self.overrides is not None
         members = [list(overrides) for batch in self.overrides for overrides in batch]
         remember_trials(members)
-        from dpexp.commands.train import check_trial
+        from dpexp.commands.train import refuse_impossible_trial
 
         refused = []
         for number, overrides in enumerate(members):
             try:
-                check_trial(self._compose(overrides, number))
+                refuse_impossible_trial(self._compose(overrides, number))
             except ConfigError as error:
                 refused.append(f"trial {number + 1} of {len(members)} ({name_of(overrides)}): {error}")
         if refused:
