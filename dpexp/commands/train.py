@@ -38,7 +38,7 @@ from dpexp.reporting import terminal
 from dpexp.tracking.job_folder import (
     CARD,
     CHECKPOINT,
-    CONFIGURATION,
+    CONFIGURATION_KEY,
     DISK_RESERVE,
     LEDGER,
     PLANNED_LEDGER,
@@ -164,7 +164,7 @@ def _audit_and_write(job: Job, result: dict[str, Any], record: Record, run: Run 
     _write(result, job.output)
     record.add_result(result)
     if not refuted:
-        _write(result | {CONFIGURATION: config_hash(job.cfg)}, job.output)
+        _write(result | {CONFIGURATION_KEY: config_hash(job.cfg)}, job.output)
     return refuted
 
 
@@ -172,7 +172,7 @@ def _finished_before(cfg: DictConfig, output: Path) -> dict[str, Any] | None:
     """The result of a trial with this configuration that has finished in the sweep's folder."""
     results = map(finished_result, output.parent.glob("*/"))
     configuration = config_hash(cfg)
-    finished = next((one for one in results if one and one[CONFIGURATION] == configuration), None)
+    finished = next((one for one in results if one and one[CONFIGURATION_KEY] == configuration), None)
     if finished is not None:
         terminal.print_line(trial_label(cfg) or str(output), "finished before")
         if not taken(output):  # the result is in another folder; this one would look like a job that never finishes
