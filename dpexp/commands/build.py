@@ -8,7 +8,7 @@ import logging
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -194,10 +194,13 @@ def features_map(cfg: DictConfig) -> Any:
 
 
 def _values(node: Any, key: str) -> Iterator[Any]:
-    """What a nested section has for a key, wherever it is, and is not null."""
-    if isinstance(node, dict) and node.get(key) is not None:
-        yield node[key]
-    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+    """All values of a key in a nested section, at any depth, that are not null."""
+    parts: Iterable[Any] = node if isinstance(node, list) else ()
+    if isinstance(node, dict):
+        if node.get(key) is not None:
+            yield node[key]
+        parts = node.values()
+    for part in parts:
         yield from _values(part, key)
 
 

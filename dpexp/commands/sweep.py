@@ -206,7 +206,11 @@ class Sweep:
         if len(failed):
             lines.append(f"What has not finished is done by the same command with hydra.sweep.dir={self._output}")
         lines += [*described(tops), *(WHY[knob] for knob in frame["knob"].unique() if knob in WHY), sentence]
-        status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
+        status = "FINISHED"
+        if interrupted:
+            status = "KILLED"
+        elif len(failed) or has_failed:
+            status = "FAILED"
         lines += self.parent.conclude(frame, tops, costs, lines, status, self._output)
         terminal.print_sweep(summary(frame), [*lines, f"Compare trials: {self.parent.address}"], self._output)
 

@@ -172,7 +172,7 @@ def plan_table(plan: PrivacyPlan) -> Table:
     an average it is α_j σ̃_g/(qn), and more if the noise is correlated over rounds; of the sample's size it is σ̃_g.
     """
     scaled = any(alpha != 1 for group in plan.groups for alpha in group.alphas)
-    names = ["vectors", "d_g", *["α_j"] * scaled, "S_g", "σ̃_g", "share", "noise per coordinate"]
+    names = ["vectors", "d_g", *(["α_j"] if scaled else []), "S_g", "σ̃_g", "share", "noise per coordinate"]
     table = Table(Column("group", overflow="fold"), *names)
     for group in plan.groups:
         name = group.name
@@ -184,7 +184,7 @@ def plan_table(plan: PrivacyPlan) -> Table:
             name,
             str(len(group.vectors)),
             f"{group.d:,}",
-            *[range_of(group.alphas, 3)] * scaled,
+            *([range_of(group.alphas, 3)] if scaled else []),
             f"{group.S:.4g}",
             f"{group.sigma:.4g}",
             f"{group.share:.3f}",
