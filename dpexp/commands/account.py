@@ -93,6 +93,12 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def source_of(name: str, uri: str) -> Source:
+    """The ledger of a file, of a job's folder, or of an MLflow run.
+
+    Args:
+        name: a path, or the id of a run.
+        uri: the store of the run.
+    """
     path = Path(name)
     if not path.exists() and not path.suffix:
         from dpexp.tracking.read import pulled
@@ -132,6 +138,14 @@ def delta_of(given: float | None, deltas: Sequence[float | None]) -> float:
 
 
 def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
+    """Prints what is wrong with ledgers, what was composed, and the table of costs.
+
+    Args:
+        ledger: that of all sources together.
+        at: δ.
+        costs: ε by accountant.
+        e: an ε at which δ is asked for, too.
+    """
     ledgers = [source.ledger for source in sources]
     together = _together(ledgers)
     for source in sources:
@@ -273,6 +287,7 @@ def releases_before_training(ledger: Ledger) -> str:
 
 
 def _print_run(cost: Any, at: float, accountant: str) -> None:
+    """Prints a line on one run of a data set; `cost` is a `RunCost`."""
     if cost.ledger is None:
         rounds, spent = "?", "unknown"
     else:
@@ -284,6 +299,7 @@ def _print_run(cost: Any, at: float, accountant: str) -> None:
 
 
 def _print_budget(budget: Budget, costs: Sequence[Any], data_id: str) -> dict[str, float]:
+    """Prints how much of a budget the runs with these `RunCost` have used; returns ρ and its limit."""
     from dpexp.tracking.data_budget import budget_used
 
     counted = [cost for cost in costs if cost.ledger is not None]

@@ -123,6 +123,7 @@ def _by_group(cfg: DictConfig, section: str) -> Any:
 
 
 def _batchnorm(cfg: DictConfig) -> Any:
+    """What replaces the model's batch normalisation; None: nothing does."""
     return make("batchnorm", cfg.batchnorm) if cfg.batchnorm else None
 
 
@@ -140,7 +141,7 @@ def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, A
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
-    """The configured accountants, the reported one first; `all`: every one that has a bound for the plan's claim."""
+    """The configured accountants, the reported one first. `all` stands for every one that has a bound for the plan."""
     ledger = plan.ledger()
     if "all" in cfg.accountant.names:
         return applicable_accountants(ledger)
@@ -279,6 +280,7 @@ def _tried(cfg: DictConfig, section: str, making: Callable[[Any], Any], of: Any)
 
 
 def _default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> float | None:
+    """What optimizer.lr=auto means; None if the learning rate is given."""
     if cfg.optimizer.get("lr") != AUTO:
         return None
     numbers_of_texts("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})

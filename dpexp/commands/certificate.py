@@ -227,6 +227,7 @@ def _facts(release: Release) -> dict[str, Any]:
 
 
 def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
+    """Prints what a certificate states, and warns of what it does not cover."""
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
     rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
     rounds = f"{ledger.training_rounds or 'no'} rounds{releases_before_training(ledger)}"

@@ -157,6 +157,7 @@ def _check_complete(cfg: DictConfig) -> None:
 
 
 def _nan_keys(node: Any, key: str = "") -> Iterator[str]:
+    """The keys of a nested section whose values are NaN."""
     if isinstance(node, float) and math.isnan(node):
         yield key
     children: Iterable[tuple[Any, Any]] = ()
@@ -192,6 +193,7 @@ def _check_keys(cfg: DictConfig) -> None:
 
 
 def _check_objects(cfg: DictConfig) -> None:
+    """Refuses a section that names no class or function to make."""
     for key in (*OBJECTS, *(f"preprocessing.{name}" for name in cfg.preprocessing or ())):
         node = OmegaConf.select(cfg, key)
         if not node and key in ("scheduler", "clip_norm", "alpha", "data.features_of", "batchnorm"):
@@ -208,6 +210,7 @@ def _check_objects(cfg: DictConfig) -> None:
 
 
 def _check_by_group(section: str, options: Any) -> None:
+    """Refuses a `by_group` that does not give each group an option of the section, or a section of its own."""
     known = sorted({path.stem for path in (CONF / section).glob("*.yaml")} - {"by_group"})
     if not isinstance(options, DictConfig):
         raise ConfigError(f"{section}.by_group={options} must be {{group: option}}, with one of {', '.join(known)}.")
@@ -288,6 +291,7 @@ def _check_part(cfg: DictConfig) -> None:
 
 
 def _check_class_weights(cfg: DictConfig) -> None:
+    """Refuses class weights that are no public numbers of the classes, or do not fit the way records are clipped."""
     weights, classes = cfg.data.class_weights, cfg.data.classes
     if weights is None:
         return
@@ -320,6 +324,7 @@ def _check_accountants(names: list[str]) -> None:
 
 
 def _check_privacy(cfg: DictConfig) -> None:
+    """Checks how sampling, target, allocation, noise and schedules go together; without privacy, the sampling alone."""
     privacy, unit = cfg.privacy, privacy_unit_of(cfg)
     records = unit.num_records(cfg.data.n, cfg.data.users) if privacy.enabled else None
     sampling = sampling_of(cfg)
@@ -340,7 +345,7 @@ def _check_privacy(cfg: DictConfig) -> None:
 
 
 def _check_budget(cfg: DictConfig) -> None:
-    """Whether a budget can be kept at all; the tracking store decides how much of it remains."""
+    """Refuses a budget that cannot be kept at all. The tracking store decides how much of it remains."""
     node = cfg.privacy.budget
     if node is None:
         return

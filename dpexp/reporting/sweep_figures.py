@@ -64,7 +64,9 @@ def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
     points = points.assign(x=to_numeric(points[x]) if is_number else points[x].factorize()[0])
     knob = " or ".join(sorted(points["knob"].unique()))
     names = {"epsilon": "ε", "test_accuracy": "test accuracy", "test_loss": "test loss", "knob_value": f"{knob} needed"}
-    by_x = x if x != "epsilon" else "the ε spent during training" if ROUND in by else "ε"
+    by_x = x
+    if x == "epsilon":
+        by_x = "the ε spent during training" if ROUND in by else "ε"
     figure = Figure(figsize=(8 if len(ys) == 1 else 6 * len(ys), 5), layout="constrained")
     for axes, y in zip(figure.subplots(1, len(ys), squeeze=False)[0], ys, strict=True):
         _panel(axes, points, y, is_number)

@@ -66,8 +66,13 @@ def database(uri: str) -> Path | None:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Holds a lock, for which it waits some minutes, after a few seconds with a word; a failure is an OSError.
-    `what`: whose turn it is that the lock gives."""
+    """Holds the lock of a file, for which other processes take turns.
+
+    It waits for some minutes, and after a few seconds says so. Every failure is an OSError, also that the time is over.
+
+    Args:
+        what: what the processes take turns in, for the message.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()  # where that fails, FileLock would try for ever
     lock = FileLock(path)

@@ -103,6 +103,7 @@ class Mirror:
             self.missed = self.missed or one_line(error)
 
     def _push(self, end: Mapping[str, Any]) -> None:
+        """Sends tags, parameters, metrics, files, and at last the status. A failed request does not stop later ones."""
         facts = self._facts
         tags = facts["tags"] | ({ERROR_TAG: end["reason"]} if end.get("reason") else {})
         self._push_texts("tags", RunTag, tags, self._tags)
@@ -119,12 +120,14 @@ class Mirror:
             self._status = status
 
     def _push_texts(self, kind: str, entity: Callable[..., Any], texts: dict[str, str], known: dict[str, str]) -> None:
+        """Sends the tags or parameters that the run does not know yet."""
         lacking = [entity(*one) for one in texts.items() if known.get(one[0]) != one[1]]
         for some in chunk_list(lacking, MAX_PARAMS):
             if self._sends(self._client.log_batch, **{kind: some}):
                 known |= {one.key: one.value for one in some}
 
     def _push_metrics(self) -> None:
+        """Sends the lines of `metrics.jsonl` that the run does not have."""
         with (self._folder / METRICS).open() as file:
             rows = [json.loads(line) for line in islice(file, self._lines, None) if line.endswith("\n")]
         # The duration of a round depends on its private sample, so that no point has a time of its own: line k of the
@@ -140,6 +143,7 @@ class Mirror:
             self._keep()
 
     def _sends_file(self, path: Path) -> bool:
+        """Sends a file, or the folder of a model; returns whether the server took it."""
         if path.name == "mlflow_model":
             return self._sends(partial(send_model, self._client), path.resolve(), **self._facts["model"])
         if path.suffix == ".yaml":
@@ -161,6 +165,7 @@ class Mirror:
         return True
 
     def _keep(self) -> None:
+        """Writes down in `mirror.json` what the run has by now."""
         with suppress(OSError):  # a full disk; later it is sent again
             self._sent[self._run_id] = {"lines": self._lines, "files": self._files}
             write_json(self._folder / SENT, self._sent)

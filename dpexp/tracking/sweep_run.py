@@ -108,8 +108,17 @@ class SweepRun:
         self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], lines: Sequence[str],
         status: str, output: Path,
     ) -> list[str]:  # fmt: skip
-        """Logs the best accuracy, the costs of choosing, and the trials' tables and figures, which are in the sweep's
-        folder, too, and ends the run; one whose trials have all finished has the parameters that they share.
+        """Writes tables and figures of the trials into the sweep's folder, logs them and its costs, and ends the run.
+
+        If all trials have finished, the run also gets the parameters that they share.
+
+        Args:
+            frame: one row per trial.
+            tops: the best configurations.
+            costs: ε of choosing among the trials, by type of claim.
+            lines: the description of the run.
+            status: FINISHED, FAILED or KILLED.
+            output: the sweep's folder.
 
         Returns:
             Why figures are not drawn.
