@@ -50,9 +50,8 @@ from dpexp.training.callbacks import Stop
 from dpexp.training.data.documents import Texts
 from dpexp.training.pretrained import reserve_disk_space
 
-# Beginnings of warnings about the model or the machine. A single job shows them; the trials of a sweep, which print one
-# line each, would repeat them.
-_SAME_IN_EACH_TRIAL = (
+# Beginnings of warnings that are shown in a single job. Trials of a sweep, which print one line each, leave them out.
+_NOT_SHOWN_IN_TRIALS = (
     "the clipped gradients and noise of a round take",
     "what training_step logs",
     "compiling the step",
@@ -128,7 +127,7 @@ def _run_job(job: Job, stop: Stop) -> float | None:
     if trial is None:
         _print_beginning(job, planned, others)
     else:
-        warnings.filterwarnings("ignore", "|".join(_SAME_IN_EACH_TRIAL))
+        warnings.filterwarnings("ignore", "|".join(_NOT_SHOWN_IN_TRIALS))
     about = facts(cfg, job.plan, job.accountants)
     with recorded(output, about, cfg.checkpoint.resume, _tracking(job, planned), lambda: stop.name) as (record, run):
         if job.plan is not None and not cfg.checkpoint.resume:

@@ -272,7 +272,10 @@ def _check_single_values(cfg: DictConfig) -> None:
 
 
 def _check_part(cfg: DictConfig) -> None:
-    """Refuses a data.part if a record's part could depend on other records, or on which of two neighbours is used."""
+    """Refuses a data.part for which runs on disjoint parts would have to add up.
+
+    What part a record is in must follow from the record alone, and be the same in neighbouring data sets.
+    """
     part, module, unit = cfg.data.get("part"), cfg.data.module, privacy_unit_of(cfg)
     if part_of(part, cfg.data.id) is None:
         return
