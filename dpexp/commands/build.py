@@ -64,7 +64,7 @@ def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
 
 
 def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
-    """Makes the plan at an arbitrary noise, to refuse what cannot be planned without the time of a calibration."""
+    """Makes a plan at an arbitrary noise in place of a calibrated one, only to refuse what cannot be planned."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preprocessing in preprocessing_of(module).values():
         preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
@@ -233,7 +233,7 @@ def set_loader_options(cfg: DictConfig, data: pl.LightningDataModule, plan: Priv
 
     The batch size is the expected number of records in a round. Without privacy the loader draws the samples, so that
     any data module with a `batch_size` gets it. Private training draws its own samples, and only dpexp's own data
-    modules get it.
+    modules get it, unless the configuration gives them one.
     """
     if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
