@@ -97,7 +97,7 @@ def start(
 def end(client: MlflowClient, uri: str, run_id: str, output: Path) -> None:
     """Lets an ended run count as its ledger, if that is closed, and the store gives it back as it was sent.
 
-    After an error of the folder or the store, the run goes on counting as its plan, which is no less than what it spent.
+    After an error of the folder or the store, the run goes on counting as its plan, which is never less than its cost.
     """
     with suppress(ConfigError, MlflowException, OSError):
         if _whole(output / LEDGER) == _artifact(uri, run_id, LEDGER):
