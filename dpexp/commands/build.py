@@ -244,7 +244,7 @@ def set_loader_options(cfg: DictConfig, data: pl.LightningDataModule, plan: Priv
 
 
 def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> float | None:
-    """Adds the configured optimizer and learning rate schedule to a classifier, once `cfg.rounds` is known.
+    """Adds the configured optimizer and learning rate schedule to a classifier, once the number of rounds is known.
 
     Returns:
         What optimizer.lr=auto means; None if the learning rate is given.
