@@ -15,7 +15,16 @@ from dpexp.accounting.ledger import Ledger, Round, SumQueryEvent, write_ledger
 from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import risk
 from dpexp.accounting.sampling import sampling_event
-from dpexp.tracking.job_folder import CONFIGURATION, LEDGER, METRICS, PLANNED_LEDGER, RECORD, RUN, STATUS, write_json
+from dpexp.tracking.job_folder import (
+    CONFIGURATION_KEY,
+    LEDGER,
+    METRICS,
+    PLANNED_LEDGER,
+    RECORD,
+    RUN,
+    STATUS,
+    write_json,
+)
 
 composed = cache(dpexp.compose)
 risk_of = cache(lambda adjacency, rounds: risk(Ledger(adjacency, dict(rounds))).figures())
@@ -38,7 +47,7 @@ def made_job(folder, *overrides, rounds=3, sigma=3.0, ledger=None):
         ledger = Ledger("add_remove", {Round(sample, (SumQueryEvent("all", 1.0, sigma),)): rounds})
     reason = ledger.not_private_reason if private else "trained without privacy"
     result = {"private": reason is None, "trained": trained, "metrics": TESTED if trained else {}, "seconds": 0.1}
-    result |= {"rounds": len(ledger), "mlflow_run_id": None, CONFIGURATION: "made"}
+    result |= {"rounds": len(ledger), "mlflow_run_id": None, CONFIGURATION_KEY: "made"}
     (folder / ".hydra").mkdir(parents=True)
     if private:
         result |= _of_privacy(ledger, config)
@@ -55,9 +64,9 @@ def made_job(folder, *overrides, rounds=3, sigma=3.0, ledger=None):
 
 def tracked_job(folder, *overrides, **facts):
     """Makes such a folder, and its run in the store that its configuration names; returns the folder."""
-    from dpexp.tracking.mirror import mirrored
+    from dpexp.tracking.mirror import mirror_folder
 
-    run_id = mirrored(made_job(folder, *overrides, **facts), None)
+    run_id = mirror_folder(made_job(folder, *overrides, **facts), None)
     (folder / RUN).write_text(run_id)
     return folder
 

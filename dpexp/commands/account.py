@@ -15,7 +15,8 @@ from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import check_delta, coverage
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
 from dpexp.accounting.ledger.events import neighbours
-from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, runs_of_one_record, selection_epsilon
+from dpexp.accounting.multiple_runs import Budget, run_rdp, runs_of_one_record, selection_epsilon
+from dpexp.accounting.multiple_runs import budget as budget_of
 from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import gaussian, in_words, risk
 from dpexp.accounting.rounding import counted, up
@@ -92,6 +93,12 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def source_of(name: str, uri: str) -> Source:
+    """The ledger of a file, of a job's folder, or of an MLflow run.
+
+    Args:
+        name: a path, or the id of a run.
+        uri: the store of the run.
+    """
     path = Path(name)
     if not path.exists() and not path.suffix:
         from dpexp.tracking.read import pulled
@@ -131,6 +138,14 @@ def delta_of(given: float | None, deltas: Sequence[float | None]) -> float:
 
 
 def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
+    """Prints what is wrong with ledgers, what was composed, and the table of costs.
+
+    Args:
+        ledger: that of all sources together.
+        at: δ.
+        costs: ε by accountant.
+        e: an ε at which δ is asked for, too.
+    """
     ledgers = [source.ledger for source in sources]
     together = _together(ledgers)
     for source in sources:
@@ -193,12 +208,12 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     if not costs:
         raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
     budgets = sorted({cost.budget for cost in costs if cost.budget is not None}, key=astuple)
-    kept = budgets[0] if budgets else None
+    budget = budgets[0] if budgets else None
     if cfg.budget is not None:
-        kept = budget(cfg.budget)
+        budget = budget_of(cfg.budget)
     elif len(budgets) > 1:
         raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
-    given = kept.delta if cfg.delta is None and kept else cfg.delta
+    given = budget.delta if cfg.delta is None and budget else cfg.delta
     at = delta_of(given, [cost.delta for cost in costs])
     runs = counted(len(costs), "run")
     console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(at, 4)}")
@@ -220,22 +235,24 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         "the first was looked at."
     )
     found = {"composed": composed, "unknown": float(len(unknown))}
-    if kept is None:
+    if budget is None:
         console.print("No budget was kept: budget='{epsilon: 8, delta: 1e-5}' computes what would remain of one.")
         return found
     for other in budgets:
-        if other != kept:
+        if other != budget:
             console.print(
                 f"[bold red]Not the budget that the jobs kept[/], which is {other}, and holds only if it stays as it "
                 "was fixed before the first run:"
             )
             _print_budget(other, costs, cfg.data.id)
-    return found | _print_budget(kept, costs, cfg.data.id)
+    return found | _print_budget(budget, costs, cfg.data.id)
 
 
 def earlier_on_data(cfg: DictConfig) -> list[Ledger | None]:
-    """The ledgers of all earlier runs on a job's `data.id`, as far as its tracking store knows them; None: of a run
-    whose cost is unknown."""
+    """The ledgers of all earlier runs on a job's `data.id`, as far as its tracking store knows them.
+
+    None stands for a run whose cost is unknown.
+    """
     if cfg.tracking.uri is None:
         return []
     from dpexp.tracking.data_budget import costs_in
@@ -270,6 +287,7 @@ def releases_before_training(ledger: Ledger) -> str:
 
 
 def _print_run(cost: Any, at: float, accountant: str) -> None:
+    """Prints a line on one run of a data set; `cost` is a `RunCost`."""
     if cost.ledger is None:
         rounds, spent = "?", "unknown"
     else:
@@ -280,21 +298,22 @@ def _print_run(cost: Any, at: float, accountant: str) -> None:
     console.print(escape("  ".join(filter(None, shown))), highlight=False)
 
 
-def _print_budget(kept: Budget, costs: Sequence[Any], data_id: str) -> dict[str, float]:
+def _print_budget(budget: Budget, costs: Sequence[Any], data_id: str) -> dict[str, float]:
+    """Prints how much of a budget the runs with these `RunCost` have used; returns ρ and its limit."""
     from dpexp.tracking.data_budget import budget_used
 
     counted = [cost for cost in costs if cost.ledger is not None]
-    spent, description = budget_used(counted, kept, data_id)
+    spent, description = budget_used(counted, budget, data_id)
     if len(counted) < len(costs):
-        console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.")
+        console.print(f"[bold red]The budget of {budget} cannot be kept any more[/]; see the runs above.")
     verdict = (
         "The budget also holds if runs were planned after looking at earlier ones, provided that it was fixed before "
         "the first, and all of them are counted here."
-        if kept.holds(spent)
+        if budget.holds(spent)
         else "[bold red]It is overdrawn[/], so that it guarantees nothing."
     )
-    console.print(f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {description}. {verdict}")
-    return {"spent": spent, "limit": kept.limit}
+    console.print(f"Budget of {budget}, by a Rényi filter of order {budget.order:g}: {description}. {verdict}")
+    return {"spent": spent, "limit": budget.limit}
 
 
 # Choosing among the trials of a sweep

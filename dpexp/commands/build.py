@@ -1,10 +1,14 @@
-"""Makes the objects of a composed configuration: module and privacy plan."""
+"""Makes the objects that a composed configuration names: module, data module, privacy plan, and optimizer.
+
+`Job.of` calls these functions in order. Each refuses, as a ConfigError with the key that is to blame, what cannot be
+made or would not be honoured.
+"""
 
 import logging
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -38,7 +42,7 @@ from dpexp.training.pretrained import head_parameters, load_initial_weights, rea
 
 
 def plan(cfg: DictConfig) -> PrivacyPlan:
-    """The privacy plan of a configuration's job; nothing is trained.
+    """Checks a configuration and returns the privacy plan of its job; nothing is trained.
 
     >>> import dpexp
     >>> plan = dpexp.plan(dpexp.compose("model=logistic", "privacy.epsilon=2", "sampling.epochs=1"))
@@ -55,12 +59,12 @@ def plan(cfg: DictConfig) -> PrivacyPlan:
 
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
-    """The privacy plan of a configuration that is known to be sound."""
-    return _plan(cfg, module, cfg.calibrate, noise_of(cfg), target_of(cfg))
+    """Calibrates the privacy plan of a configuration that has been checked."""
+    return _plan_at(cfg, module, cfg.calibrate, noise_of(cfg), target_of(cfg))
 
 
 def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
-    """The plan at an arbitrary noise, which takes no time to make: it checks all but the calibration."""
+    """Makes a plan at an arbitrary noise in place of a calibrated one, only to refuse what cannot be planned."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preprocessing in preprocessing_of(module).values():
         preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
@@ -68,10 +72,13 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
     if isinstance(noise, Banded) and noise.bands == AUTO:
         noise = replace(noise, bands=1)
     target = Target(delta=cfg.privacy.delta, noise_multiplier=None if explicit else 1.0, accountant=reported(cfg))
-    return _plan(cfg, module, "noise_multiplier", noise, target)
+    return _plan_at(cfg, module, "noise_multiplier", noise, target)
 
 
-def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Gaussian, target: Target) -> PrivacyPlan:
+def _plan_at(
+    cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Gaussian, target: Target
+) -> PrivacyPlan:  # fmt: skip
+    """Makes the plan of a configuration; the parameter to calibrate, the noise and the target are the caller's."""
     if cfg.alpha:
         make("alpha", cfg.alpha)  # a wrong value is refused by its own key, not by that of the mechanism that has it
     clipping = {name: _by_group(cfg, name) for name in BY_GROUP}
@@ -97,7 +104,12 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Ga
 
 
 def _by_group(cfg: DictConfig, section: str) -> Any:
-    """Makes the object of a section, or one for each group; `by_group` holds names of options or sections."""
+    """Makes the object of a section, or, if the section has `by_group`, one for each group of parameters.
+
+    Returns:
+        The object, None if the section is empty, or a dictionary of them by group. In `by_group` an object is given
+        by the name of an option, or by a section of its own.
+    """
     if not cfg[section] or "by_group" not in cfg[section]:
         return make(section, cfg[section]) if cfg[section] else None
     made, own = {}, cfg.copy()  # in which an option's interpolations are resolved
@@ -111,6 +123,7 @@ def _by_group(cfg: DictConfig, section: str) -> Any:
 
 
 def _batchnorm(cfg: DictConfig) -> Any:
+    """What replaces the model's batch normalisation; None: nothing does."""
     return make("batchnorm", cfg.batchnorm) if cfg.batchnorm else None
 
 
@@ -128,7 +141,7 @@ def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, A
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
-    """The configured accountants, the reported one first; `all`: every one that has a bound for the plan's claim."""
+    """The configured accountants, the reported one first. `all` stands for every one that has a bound for the plan."""
     ledger = plan.ledger()
     if "all" in cfg.accountant.names:
         return applicable_accountants(ledger)
@@ -150,11 +163,11 @@ def data_of(cfg: DictConfig) -> pl.LightningDataModule:
     """The data module; an error in its hooks, which read files, becomes a ConfigError."""
     data = make("data.module", cfg.data.module)
     if (by := features_map(cfg)) is not None:
-        with _refusing("data.features_of", "a call", cfg.data.features_of._target_):
+        with _as_config_error("data.features_of", "a call", cfg.data.features_of._target_):
             data = Features(data, by, cfg.data.cache)
     for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader"):
         if callable(hook := getattr(data, name, None)):
-            setattr(data, name, _refusing("data.module", name, cfg.data.module._target_)(hook))
+            setattr(data, name, _as_config_error("data.module", name, cfg.data.module._target_)(hook))
     return data
 
 
@@ -182,30 +195,46 @@ def features_map(cfg: DictConfig) -> Any:
 
 
 def _values(node: Any, key: str) -> Iterator[Any]:
-    """What a nested section has for a key, wherever it is, and is not null."""
-    if isinstance(node, dict) and node.get(key) is not None:
-        yield node[key]
-    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+    """All values of a key in a nested section, at any depth, that are not null."""
+    parts: Iterable[Any] = node if isinstance(node, list) else ()
+    if isinstance(node, dict):
+        if node.get(key) is not None:
+            yield node[key]
+        parts = node.values()
+    for part in parts:
         yield from _values(part, key)
 
 
 @contextmanager
-def _refusing(key: str, hook: str, target: str) -> Iterator[None]:
-    """Makes an error a ConfigError, without its text where private records may be read, of which it may quote one."""
+def _as_config_error(key: str, hook: str, target: str) -> Iterator[None]:
+    """Turns an error of the user's code into a ConfigError, so that it is reported without a traceback.
+
+    An exception's text may contain a training record's values. So it is shown only for an import or a file that fails,
+    and for the validation and test sets, which are taken as public; of other errors, only type and place are shown.
+
+    Args:
+        key: the option that names the code.
+        hook: the method that is called.
+        target: the class or function that has it.
+    """
     try:
         yield
     except (ConfigError, MisconfigurationException):
         raise
     except Exception as error:
         is_about_files = isinstance(error, ImportError) or (isinstance(error, OSError) and error.strerror)
-        is_told = is_about_files or hook in ("val_dataloader", "test_dataloader")
-        said = f": {in_one_line(error)}" if is_told else ""
+        is_public = is_about_files or hook in ("val_dataloader", "test_dataloader")
+        said = f": {in_one_line(error)}" if is_public else ""
         raise ConfigError(f"{key}: {hook} of {target} failed ({place_of(error)}{said}).") from error
 
 
-def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:
-    """Sets the number of workers, and the batch size of dpexp's own data modules; without privacy, where the loader
-    draws the samples, of any."""
+def set_loader_options(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyPlan | None) -> None:
+    """Sets the number of workers and, for some data modules, the batch size of their loaders.
+
+    The batch size is the expected number of records in a round. Without privacy the loader draws the samples, so that
+    any data module with a `batch_size` gets it. Private training draws its own samples, and only dpexp's own data
+    modules get it, unless the configuration gives them one.
+    """
     if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
     is_own = cfg.data.module._target_.startswith("dpexp.") and "batch_size" not in cfg.data.module
@@ -215,12 +244,11 @@ def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule, plan: PrivacyP
 
 
 def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan | None) -> float | None:
-    """Adds the configured optimizer and learning rate schedule to a classifier, once the plan is known.
+    """Adds the configured optimizer and learning rate schedule to a classifier, once the number of rounds is known.
 
     Returns:
         What optimizer.lr=auto means; None if the learning rate is given.
     """
-    cfg.rounds = plan.rounds if plan else sampling_of(cfg).resolve(cfg.data.n)[1]
     if not isinstance(module, Classifier):
         chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
         if chosen:
@@ -230,22 +258,29 @@ def add_optimizer(cfg: DictConfig, module: pl.LightningModule, plan: PrivacyPlan
         return None
     learning_rate = _default_learning_rate(cfg, plan)
     given = {} if learning_rate is None else {"lr": learning_rate}
-    nodes = {"optimizer": {**cfg.optimizer} | given, "scheduler": cfg.scheduler}
-    made: Any = module.parameters()
-    for section, node in nodes.items():
-        if not node:
-            continue
-        partial = make(section, node, _partial_=True)
-        setattr(module, section, partial)
-        try:
-            made = partial(made)
-            made.step()  # without gradients, which changes nothing; a wrong value may be noticed only here
-        except Exception as error:  # torch raises many types for a wrong value
-            raise cannot_be_made(section, cfg[section], error) from error
+    module.optimizer = make("optimizer", {**cfg.optimizer} | given, _partial_=True)
+    optimizer = _tried(cfg, "optimizer", module.optimizer, module.parameters())
+    if cfg.scheduler:
+        module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
+        _tried(cfg, "scheduler", module.scheduler, optimizer)
     return learning_rate
 
 
+def _tried(cfg: DictConfig, section: str, making: Callable[[Any], Any], of: Any) -> Any:
+    """Makes an optimizer of parameters, or a scheduler of an optimizer, and lets it make one step.
+
+    Without gradients a step changes nothing; but only there some optimizers notice a wrong value.
+    """
+    try:
+        made = making(of)
+        made.step()
+    except Exception as error:  # torch raises many types for a wrong value
+        raise cannot_be_made(section, cfg[section], error) from error
+    return made
+
+
 def _default_learning_rate(cfg: DictConfig, plan: PrivacyPlan | None) -> float | None:
+    """What optimizer.lr=auto means; None if the learning rate is given."""
     if cfg.optimizer.get("lr") != AUTO:
         return None
     numbers_of_texts("optimizer", cfg.optimizer._target_, {**cfg.optimizer, "lr": 1.0})

@@ -227,10 +227,11 @@ def _facts(release: Release) -> dict[str, Any]:
 
 
 def _print(statement: Mapping[str, Any], ledger: Ledger) -> None:
+    """Prints what a certificate states, and warns of what it does not cover."""
     guarantee, holds = statement["guarantee"], statement["run"]["holds"]
     rounded, at = guarantee["epsilon"], up(guarantee["delta"], 6)
     rounds = f"{ledger.training_rounds or 'no'} rounds{releases_before_training(ledger)}"
-    plan = f"[bold red]{PLAN}[/]: " * _is_plan(statement)
+    plan = f"[bold red]{PLAN}[/]: " if _is_plan(statement) else ""
     console.print(f"{plan}ε = {rounded} by pld at δ = {at}, {escape(holds)}; {rounds}")
     figures = {name: guarantee[name] for name in FIGURES if guarantee[name] is not None}
     console.print(f"In words: {escape(in_words(figures, ledger.unit))}{gaussian(figures)}")

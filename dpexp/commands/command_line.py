@@ -142,8 +142,10 @@ SYNONYMS = {
 
 
 def import_targets(configuration: str) -> None:
-    """Imports the modules of the classes that a configuration names, before dpexp imports Lightning: if they use
-    `lightning`, so does dpexp."""
+    """Imports the modules of the classes that a configuration names, before dpexp imports Lightning.
+
+    Lightning has two packages: if these modules use `lightning`, so does dpexp.
+    """
     for target in {*re.findall(r"_target_: *['\"]?([\w.]+)\.\w+", configuration)}:
         if target.partition(".")[0] not in ("dpexp", "torch", "pytorch_lightning", "hydra"):
             with suppress(Exception):  # it is imported again where its objects are made
@@ -199,7 +201,8 @@ def texts_in(schema: Any, prefix: str = "") -> set[str]:
 def as_overrides(arguments: Sequence[str]) -> list[str]:
     """The arguments, with each text in quotes that Hydra would not read as it is, such as a path with brackets.
 
-    In a sweep, whose values have commas between them, only what Hydra cannot read at all."""
+    In a sweep, whose values have commas between them, only what Hydra cannot read at all is quoted.
+    """
     namespace, texts = _parsed(arguments), texts_in(Config) | {"hydra.run.dir", "hydra.sweep.dir"}
 
     def is_read(key: str, value: str) -> bool:
@@ -356,8 +359,11 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _nearest_key(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence that names the keys of any section that end in a word, as sampling.expected_batch_size ends
-    in batch_size; if there are none, the nearest of those known."""
+    """The end of a sentence that names what may be meant by a key that does not exist.
+
+    These are the keys of any section that end in the word, as sampling.expected_batch_size ends in batch_size; if there
+    are none, the nearest of the known keys.
+    """
     known, meant = [*known], SYNONYMS.get(word, word)
     keys = [key for key in config.options_by_key() if key.endswith((f".{meant}", f"_{meant}"))]
     return f"; did you mean {' or '.join(keys)}?" if keys and meant not in known else _nearest(word, known)
@@ -415,7 +421,7 @@ def group_descriptions() -> dict[str, str]:
 
 
 def _options_of_groups(roots: Sequence[Path]) -> dict[str, list[Path]]:
-    """group -> its options' files, sorted by name; of two files of the same name, the first root's."""
+    """The files of each group's options, sorted by name. Of two files of the same name, the first root's counts."""
     found: dict[str, dict[str, Path]] = {}
     for root in roots:
         for path in sorted([*root.glob("*/*.yaml"), *root.glob("hydra/*/*.yaml")]):
@@ -435,7 +441,7 @@ def _described(group: str, path: Path) -> str:
 
 
 def _values() -> dict[str, str]:
-    """name -> text of the values and sections of config.yaml that belong to no group and are not internal."""
+    """The text, in config.yaml, of each value and section that belongs to no group and is not internal."""
     blocks = re.split(r"^(?=\w)", (CONF / "config.yaml").read_text(), flags=re.MULTILINE)
     named = {block.partition(":")[0]: block for block in blocks[1:]}
     return {name: block for name, block in named.items() if name not in ("defaults", "hydra", *NO_OPTIONS)}

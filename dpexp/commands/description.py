@@ -99,8 +99,10 @@ _default_job = cache(compose)  # once for all trials of a process
 
 
 def _shown(given: Mapping[str, str]) -> dict[str, str]:
-    """Those of a configuration's values that a run shows as parameters: where it is not the default job's; what the
-    sweep varies; and what is looked at in any case. All are in config.yaml."""
+    """The values of a configuration that a run shows as parameters; all values are in config.yaml.
+
+    Shown are those that are not the default job's, those that the sweep varies, and a few that are shown in any case.
+    """
     default = _flat(values_of(_default_job()))
     swept = _swept()
     return {
@@ -120,6 +122,7 @@ def _flat(node: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _planned(plan: PrivacyPlan) -> dict[str, str]:
+    """The figures of a plan as parameters of the run."""
     values = {"z": plan.noise_multiplier, "q": plan.sampling.q}
     if len(plan.bands) > 1:
         values["bands"] = len(plan.bands)
@@ -149,8 +152,10 @@ def _swept() -> set[str]:
 
 
 def short_name(overrides: Sequence[str], swept: Set[str]) -> str:
-    """A name such as `lr=0.4, ε=1, logistic`. The list of runs cuts names off, so that what a sweep varies comes first,
-    and what many runs share last."""
+    """A name such as `lr=0.4, ε=1, logistic`.
+
+    MLflow's list of runs cuts names off. So what a sweep varies comes first, and what many runs share last.
+    """
     shown = [word for word in overrides if not word.startswith(_NOT_IN_NAMES) and not word.endswith("=null")]
     shown.sort(key=lambda word: (_key(word) not in swept, _key(word).startswith(_SHARED), _key(word) == "seed"))
     short = [_in_short(_key(word), word.partition("=")[2]) for word in shown]
@@ -160,12 +165,14 @@ def short_name(overrides: Sequence[str], swept: Set[str]) -> str:
 
 
 def _in_short(key: str, value: str) -> str:
+    """An override as a run's name has it: without its section, or the value alone if it names the choice."""
     if f"{key}={value.lower()}" in ("privacy.enabled=false", "privacy.epsilon=inf"):
         return "not private"
     return value if key in _NAMED_BY_VALUE else f"{_SHORT.get(key, key.rpartition('.')[2])}={value}"
 
 
 def _key(override: str) -> str:
+    """The key or group of an override, without a plus or tilde."""
     return override.partition("=")[0].lstrip("+~")
 
 

@@ -20,7 +20,7 @@ def mirror(arguments: Sequence[str]) -> None:
     named = [argument for argument in arguments if not is_option(argument)]
     if len(named) != 1:
         raise ConfigError(f"mirror needs one job's folder, not {' and '.join(named) or 'none'}; see mirror --help.")
-    from dpexp.tracking.mirror import mirrored
+    from dpexp.tracking.mirror import mirror_folder
 
-    run_id = mirrored(Path(named[0]), cfg.uri)
+    run_id = mirror_folder(Path(named[0]), cfg.uri)
     console.print(f"The run {run_id} has all that {named[0]} has.", markup=False, highlight=False)

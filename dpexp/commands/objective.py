@@ -21,8 +21,10 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
     if any(isinstance(callback, LastWeights) for callback in callbacks):
         known += [f"{name}_unaveraged" for name in known]
     if cfg.privacy.enabled:
+        known.append("epsilon")
         targets = (cfg.privacy.epsilon, cfg.privacy.max_advantage, cfg.privacy.max_tpr_at_fpr)
-        known += ["epsilon", *[cfg.calibrate] * any(target is not None for target in targets)]
+        if any(target is not None for target in targets):
+            known.append(cfg.calibrate)
     if cfg.objective not in (*known, "test_accuracy"):
         raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
 

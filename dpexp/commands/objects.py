@@ -38,6 +38,7 @@ def made_of(section: str, node: Any, **arguments: Any) -> Any:
 
 
 def cannot_be_made(section: str, node: Any, cause: Any) -> ConfigError:
+    """The refusal of a section whose object raised an error, with the section's values."""
     given = ", ".join(f"{section}.{key}={value}" for key, value in node.items() if key != "_target_")
     made = f"{node.get('_target_')} cannot be made" + (f" of {given}" if given else "")
     return ConfigError(f"{section}: {made}: {in_one_line(cause)}.")

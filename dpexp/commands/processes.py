@@ -101,6 +101,7 @@ def _set_environment(rank: int, count: int, local_rank: int, address: str, port:
 
 
 def rank() -> int:
+    """The number of this process among those of the job; 0 if it is the only one, or starts the others."""
     return int(os.environ.get("RANK", 0)) if is_one_of_several() else 0
 
 
@@ -164,6 +165,7 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
 
 
 def _wait(started: Any, seconds: float) -> None:
+    """Waits until all processes have ended, for at most so many seconds."""
     until = time.monotonic() + seconds
     for process in started.processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -172,6 +174,7 @@ def _wait(started: Any, seconds: float) -> None:
 def _process(
     rank: int, job: Callable[[DictConfig], Any], cfg: DictConfig, hydra: Any, count: int, port: int, results: Any
 ) -> None:
+    """Runs a job in a new process, and puts the result of process 0, or a ConfigError, into a queue."""
     setup_globals()
     config.register()
     HydraConfig.instance().cfg = hydra

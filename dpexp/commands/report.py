@@ -52,6 +52,7 @@ def _fetched(uri: str, run_id: str) -> AbstractContextManager[Path]:
 
 
 def _write(cfg: Options, named: Sequence[Path], arguments: Sequence[str]) -> None:
+    """Writes the page of all jobs in the named folders, of which one may be that of a sweep."""
     found = {one: folder for folder in named for one in (folder, *folder.glob("[!.]*/")) if _kept(one).is_file()}
     jobs = sorted(found, key=lambda job: (str(job.parent), len(job.name), job.name))  # trial 2 before trial 10
     if not jobs or {*named} - {*found, *found.values()}:
@@ -98,4 +99,5 @@ def _run(job: Path) -> dict[str, Any]:
 
 
 def _pictures(folder: Path) -> list[tuple[str, str]]:
+    """The figures in a folder: name, and PNG in base64."""
     return [(path.stem, b64encode(path.read_bytes()).decode()) for path in sorted(folder.glob("*.png"))]

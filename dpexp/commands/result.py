@@ -52,7 +52,8 @@ def result_of(
 def measure(job: Job) -> dict[str, float]:
     """The metrics on the test set; if weights were averaged, also those of the last weights, as `…_unaveraged`.
 
-    Those that cannot be measured, as without a test set, are left out with a warning."""
+    What cannot be measured, as without a test set, is left out with a warning.
+    """
     module, trainer = job.module, job.trainer
 
     def metrics_of_module() -> dict[str, float]:

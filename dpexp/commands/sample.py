@@ -30,8 +30,10 @@ class Options:
 
     Args:
         count: how many texts; None: one for each prompt.
-        temperature: scores are divided by it. top_p: a token is one of the likeliest that have this probability.
-        seed: of the draws. batch: texts that are written at once.
+        temperature: scores are divided by it.
+        top_p: each token is drawn from the likeliest ones that together have this probability.
+        seed: that of the draws.
+        batch: how many texts are written at once.
         out: the file they go to.
     """
 
@@ -131,7 +133,7 @@ def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _cost(about: Mapping[str, str]) -> str:
-    """What the texts cost, in words; `about`: of the model's weights."""
+    """What the texts cost, in words, by the metadata of the model's weights."""
     if about.get("private") != "True":
         return "The model is not private, and nor are they."
     epsilon, delta = up(float(about["epsilon"]), 4), about["delta"]

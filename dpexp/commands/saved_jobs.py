@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from io import StringIO
@@ -68,7 +68,7 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
 
 
 class Saved:
-    """A job's folder with a trained model, which MLflow serves by `predict`."""
+    """The trained model in a job's folder. MLflow serves it by `predict`."""
 
     def __init__(self, folder: Path) -> None:
         self.cfg, self._folder = _configuration(folder), folder
@@ -113,14 +113,18 @@ class Saved:
 
 
 def _load_pyfunc(path: str) -> Saved:
-    """Called by MLflow: this module is the loader of such a model."""
+    """The loader of a model that dpexp saved for MLflow, which finds this function by its name."""
     saved = Saved(Path(path))
     saved.restore()
     return saved
 
 
 def run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
-    """The run and the options of a command line `RUN key=value …`; `known`: the keys of the options."""
+    """The run and the options of a command line `RUN key=value …`.
+
+    Args:
+        known: the keys that the command has.
+    """
     options = dict(argument.split("=", 1) for argument in arguments if is_option(argument))
     runs = [argument for argument in arguments if not is_option(argument)]
     if "data" in known and "data" not in options and len(runs) == 2:
@@ -237,18 +241,26 @@ def _table(path: Path) -> np.ndarray:
     return (rows[1:] if is_named else rows).to_numpy(np.float64)
 
 
+def _first_array(path: Path) -> np.ndarray:
+    """The first array of an .npz file."""
+    return next(iter(np.load(path, allow_pickle=False).values()))
+
+
+def _tensor(path: Path) -> np.ndarray:
+    """The tensor in a file of torch.save."""
+    return torch.load(path, weights_only=True).numpy()
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {".npy": np.load, ".npz": _first_array, ".pt": _tensor, ".csv": _table}
+
+
 def _inputs(path: Path, cfg: DictConfig) -> Tensor:
-    readers: dict[str, Any] = {
-        ".npy": lambda: np.load(path, allow_pickle=False),
-        ".npz": lambda: next(iter(np.load(path, allow_pickle=False).values())),
-        ".pt": lambda: torch.load(path, weights_only=True).numpy(),
-        ".csv": lambda: _table(path),
-    }
-    suffix = next((suffix for suffix in reversed(path.suffixes) if suffix in readers), None)
+    """The inputs in a file, each in the shape of the data set's records, if it has one."""
+    suffix = next((suffix for suffix in reversed(path.suffixes) if suffix in _READERS), None)
     if suffix is None:
-        raise ConfigError(f"data={path} must be a file that ends in {', '.join(readers)}.")
+        raise ConfigError(f"data={path} must be a file that ends in {', '.join(_READERS)}.")
     try:
-        x = torch.as_tensor(np.asarray(readers[suffix]()))
+        x = torch.as_tensor(np.asarray(_READERS[suffix](path)))
     except Exception as error:  # each format and compression has its own
         raise ConfigError(f"data={path} cannot be read: {in_one_line(error)}.") from error
     if not x.dim() or not len(x):
@@ -321,7 +333,11 @@ def _test_inputs(data: pl.LightningDataModule) -> Iterator[Tensor]:
 
 
 def resume(arguments: Sequence[str]) -> list[str]:
-    """Goes to the folder that the interrupted job of RUN was started in; the arguments of the job that continues it."""
+    """Prepares to continue the interrupted job of RUN: changes to the folder that it was started in.
+
+    Returns:
+        The arguments of the job that continues it.
+    """
     run, options = run_and_options("resume", arguments, ["uri"])
     folder = Path(run)
     if not folder.is_dir():

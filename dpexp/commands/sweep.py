@@ -40,12 +40,12 @@ class Grid(BasicSweeper):
         assert self.overrides is not None
         members = [list(overrides) for batch in self.overrides for overrides in batch]
         remember_trials(members)
-        from dpexp.commands.train import check_trial
+        from dpexp.commands.train import refuse_impossible_trial
 
         refused = []
         for number, overrides in enumerate(members):
             try:
-                check_trial(self._compose(overrides, number))
+                refuse_impossible_trial(self._compose(overrides, number))
             except ConfigError as error:
                 refused.append(f"trial {number + 1} of {len(members)} ({name_of(overrides)}): {error}")
         if refused:
@@ -83,6 +83,7 @@ class PrivateSelection(Grid):
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
+        """Draws the trials of private selection; those of a sweep that is started again are the ones drawn before."""
         batch = _sweep.parent.facts.get("draws") if _sweep is not None else None
         if batch is None:
             from numpy.random import default_rng
@@ -154,6 +155,7 @@ class SweepCallback(Callback):
 
 
 def _refuse_taken(folder: Path) -> None:
+    """Ends dpexp if a folder already holds a run."""
     if found := taken(folder):
         raise SystemExit(
             f"dpexp: {folder} already holds a run, with its {found[0]}; choose another hydra.run.dir, or delete it."
@@ -164,6 +166,8 @@ _sweep: "Sweep | None" = None  # the tracked sweep that runs in this process
 
 
 class Sweep:
+    """A tracked sweep: begins its parent run in MLflow, and ends it with the comparison of its trials."""
+
     def __init__(self, config: DictConfig) -> None:
         from dpexp.commands.description import short_name, swept_keys
         from dpexp.tracking.provenance import without_passwords
@@ -187,6 +191,12 @@ class Sweep:
         self.parent = SweepRun(Tracking(**config.tracking), name, key, facts, self._output)
 
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
+        """Ends the parent run, and prints the best trials and what choosing among them costs.
+
+        Args:
+            interrupted: by Ctrl-C or a signal.
+            has_failed: the sweep itself raised an error.
+        """
         from dpexp.accounting.rounding import counted
         from dpexp.commands.account import cost_of_choice
         from dpexp.reporting import terminal
@@ -206,7 +216,11 @@ class Sweep:
         if len(failed):
             lines.append(f"What has not finished is done by the same command with hydra.sweep.dir={self._output}")
         lines += [*described(tops), *(WHY[knob] for knob in frame["knob"].unique() if knob in WHY), sentence]
-        status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
+        status = "FINISHED"
+        if interrupted:
+            status = "KILLED"
+        elif len(failed) or has_failed:
+            status = "FAILED"
         lines += self.parent.conclude(frame, tops, costs, lines, status, self._output)
         terminal.print_sweep(summary(frame), [*lines, f"Compare trials: {self.parent.address}"], self._output)
 

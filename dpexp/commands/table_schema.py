@@ -69,12 +69,14 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
         content["persons"], columns[person] = None, {"kind": "ignored"}
     if cfg.unsafe:
         content |= _in_the_clear(path, person, columns)
-    for said, fits in (
-        ("Ignored, since most texts differ or all are missing", lambda facts: facts["kind"] == "ignored"),
-        ("Two ways to read them fit; write the right one into decimal, thousands or format",
-         lambda facts: any(facts.get(key, "") is None for key in OPTIONS[facts["kind"]])),
-    ):  # fmt: skip
-        if names := [name for name, facts in columns.items() if name != person and fits(facts)]:
+    guessed = {name: facts for name, facts in columns.items() if name != person}
+    ignored = [name for name, facts in guessed.items() if facts["kind"] == "ignored"]
+    unclear = [name for name, facts in guessed.items() if _is_unclear(facts)]
+    for said, names in (
+        ("Ignored, since most texts differ or all are missing", ignored),
+        ("Two ways to read them fit; write the right one into decimal, thousands or format", unclear),
+    ):
+        if names:
             cells = [f"{name} ({cell_of(rows[name])})" for name in names] if test_path else names
             console.print(f"{said}: {', '.join(cells)}.", soft_wrap=True, markup=False)
     content |= {"columns": columns}
@@ -84,8 +86,18 @@ def schema(arguments: Sequence[str]) -> dict[str, Any]:
     return content
 
 
+def _is_unclear(facts: dict[str, Any]) -> bool:
+    """Whether two ways to read a column fit: `_guessed` has left empty how it is written."""
+    return any(facts.get(key, "") is None for key in OPTIONS[facts["kind"]])
+
+
 def _guessed(values: Any) -> dict[str, Any]:
-    """A column's kind, from its first rows, with its facts empty, and how it is written; empty if two ways fit."""
+    """Guesses a column's kind and how its numbers or dates are written, from its first rows.
+
+    Returns:
+        The column's part of the schema. The facts that are to be filled in are empty, and so is how it is written if
+        two ways fit.
+    """
     values = values.head(1000)
     known = present(values)
     around = _around(known)
@@ -103,7 +115,7 @@ def _guessed(values: Any) -> dict[str, Any]:
 
 
 def _around(known: Series) -> dict[str, str]:
-    """What stands around a column's numbers: the commonest sign of percent or of a currency, and parentheses."""
+    """What stands around a column's numbers: the most frequent sign of percent or of a currency, and parentheses."""
     units = known.str.extract("([%$€£¥₹])")[0].mode()
     unit = {"unit": units[0]} if len(units) else {}
     return unit | ({"negative": "()"} if known.str.contains("(", regex=False).any() else {})

@@ -34,6 +34,8 @@ OWN = ("max_physical_batch_size", "compile", "memory", "num_workers", "threads",
 
 
 def callback_for(cfg: DictConfig, plan: PrivacyPlan, accountant: str, ledger: Path) -> PrivacyCallback:
+    """The callback that carries out a plan, with the configured options. `auto` leaves a choice to it."""
+
     def chosen(value: Any) -> Any:
         return None if value == "auto" else value
 
@@ -55,7 +57,13 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, accountant: str, ledger: Pa
 def trainer_for(
     cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path, count: int
 ) -> pl.Trainer:  # fmt: skip
-    """A Trainer with the configured options and callbacks; `count`: the number of processes."""
+    """A Trainer with the configured options and callbacks.
+
+    Args:
+        privacy: the callback that makes the training private; None without privacy.
+        output: the job's folder.
+        count: the number of processes.
+    """
     options = _options(cfg)
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
     rounds = cfg.rounds

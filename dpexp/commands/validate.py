@@ -1,7 +1,7 @@
-"""Checks of a configuration that need no torch, whose import takes seconds."""
+"""Checks of a configuration before anything is made. They need no torch, whose import takes seconds."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "alpha", "mechanism", "clip_rule",
     "allocation", "data.features_of", "batchnorm", "sampling", "noise", "privacy_unit",
 )  # fmt: skip
-# Keys of data that are read whatever its module is, and the folder that sweeps over several data sets share
+# Keys of data that are read whatever its module is, and data.root, which sweeps over several data sets give for all
 OF_ALL_DATA = (
     "data.id", "data.n", "data.users", "data.shape", "data.classes", "data.class_weights", "data.pad_to", "data.unsafe",
     "data.features_of", "data.cache", "data.module", "data.root",
@@ -108,6 +108,8 @@ def values_of(section: DictConfig) -> dict[str, Any]:
 
 def not_private_reason(cfg: DictConfig) -> str | None:
     """Why the (ε, δ) of a run does not cover all of its outputs; None if it does."""
+    # The job gives this reason to its callback, so that the ledger has it, too. FitOptions.why_not_private looks for a
+    # reason only if it is given none: for users of the callback, who have no configuration.
     if not cfg.privacy.enabled:
         return "trained without privacy"
     reasons = {
@@ -119,7 +121,7 @@ def not_private_reason(cfg: DictConfig) -> str | None:
 
 
 _RATE = ("sampling.sampling_rate", "sampling.expected_batch_size")
-_REPLACED = {  # by what is calibrated
+_REPLACED = {  # by what is calibrated: the keys whose values a calibration replaces
     "sampling_rate": (*_RATE, "privacy.noise_multiplier", "allocation.sigma"),
     "sampling_rate_at_fixed_noise": (*_RATE, "allocation.sigma_of_average"),
     "steps": ("sampling.steps", "sampling.epochs"),
@@ -155,15 +157,20 @@ def _check_complete(cfg: DictConfig) -> None:
 
 
 def _nan_keys(node: Any, key: str = "") -> Iterator[str]:
+    """The keys of a nested section whose values are NaN."""
     if isinstance(node, float) and math.isnan(node):
         yield key
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        children = node.items()
+    elif isinstance(node, list):
+        children = enumerate(node)
     for name, child in children:
         yield from _nan_keys(child, f"{key}.{name}" if key else str(name))
 
 
 def _check_keys(cfg: DictConfig) -> None:
-    """Refuses keys that a plus has added to a section of which every key is known, and keys of other data."""
+    """Refuses a key that a plus has added to a section of known keys, and a key that the chosen data does not read."""
     for name in map(str, cfg):
         section = OmegaConf.get_type(cfg, name)
         if not is_dataclass(section) or section is Trainer:
@@ -173,17 +180,20 @@ def _check_keys(cfg: DictConfig) -> None:
             if key not in known:
                 raise ConfigError(f"{name}.{key}: {name} has no key {key!r}; known: {', '.join(known)}.")
     written = OmegaConf.to_yaml(cfg)
-    if "${" not in written:  # a finished job's, whose values no longer refer to one another
+    # What the data module reads is seen by its references to keys of data, as ${data.path}. The configuration of a
+    # finished job is written without references, and was checked before.
+    if "${" not in written:
         return
     for key, options in options_by_key().items():
         if not key.startswith("data.") or key in OF_ALL_DATA:
             continue
         value = OmegaConf.select(cfg, key)
-        if value is not None and f"${{{key}}}" not in written:  # which no value of the data module is
+        if value is not None and f"${{{key}}}" not in written:
             raise ConfigError(f"{key}={value}: the chosen data has no such key, as {' or '.join(options)} has.")
 
 
 def _check_objects(cfg: DictConfig) -> None:
+    """Refuses a section that names no class or function to make."""
     for key in (*OBJECTS, *(f"preprocessing.{name}" for name in cfg.preprocessing or ())):
         node = OmegaConf.select(cfg, key)
         if not node and key in ("scheduler", "clip_norm", "alpha", "data.features_of", "batchnorm"):
@@ -193,14 +203,14 @@ def _check_objects(cfg: DictConfig) -> None:
             continue
         if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
             shown = "null" if node is None else str(node)
-            removed = f"; if an experiment sets its arguments, remove them with '~{key}'"
-            raise ConfigError(
-                f"{key}={shown} does not name what to make; choose an option of that group, or give "
-                f"'{key}={{_target_: package.Name}}' with its arguments{removed * key.startswith('preprocessing.')}."
-            )
+            advice = f"choose an option of that group, or give '{key}={{_target_: package.Name}}' with its arguments"
+            if key.startswith("preprocessing."):
+                advice += f"; if an experiment sets its arguments, remove them with '~{key}'"
+            raise ConfigError(f"{key}={shown} does not name what to make; {advice}.")
 
 
 def _check_by_group(section: str, options: Any) -> None:
+    """Refuses a `by_group` that does not give each group an option of the section, or a section of its own."""
     known = sorted({path.stem for path in (CONF / section).glob("*.yaml")} - {"by_group"})
     if not isinstance(options, DictConfig):
         raise ConfigError(f"{section}.by_group={options} must be {{group: option}}, with one of {', '.join(known)}.")
@@ -218,25 +228,28 @@ def _check_single_values(cfg: DictConfig) -> None:
     at_once, name, audit = cfg.trainer.max_physical_batch_size, cfg.data.id, cfg.audit
     every = cfg.checkpoint.every_n_rounds
     augmentation, views = (cfg.augment.get("_target_"), cfg.augment.get("multiplicity")) if cfg.augment else (None, 1)
-    plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
+    is_printable = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
+    is_name = is_printable and (name is None or 0 < len(name) <= 250)
     momentum = OmegaConf.select(cfg, "optimizer.momentum")
+    is_momentum = not isinstance(momentum, int | float) or 0 <= momentum < 1  # other types are refused by the optimizer
+    names_people = cfg.data.person not in (None, "row")
+    keeps_people_together = not names_people or isinstance(privacy_unit_of(cfg), User) or not cfg.privacy.enabled
+    is_batch_size = at_once == "auto" or (isinstance(at_once, int) and at_once >= 1)
     for key, holds, wanted in (
-        ("optimizer.momentum", not isinstance(momentum, int | float) or 0 <= momentum < 1, "must lie in [0, 1)"),
+        ("optimizer.momentum", is_momentum, "must lie in [0, 1)"),
         ("diagnostics", cfg.diagnostics in ("none", "unsafe"), "is unknown; choose one of none, unsafe"),
         ("seed", 0 <= cfg.seed < 2**32, "must lie between 0 and 2^32 - 1"),
         ("data.classes", cfg.data.classes is None or cfg.data.classes >= 1, "must be at least 1"),
         ("data.shape", all(length >= 1 for length in cfg.data.shape or ()), "must hold integers of at least 1"),
-        ("data.id", plain and (name is None or 0 < len(name) <= 250),
+        ("data.id", is_name,
          "must be a name of 1 to 250 printable characters in Unicode's form NFC, without blanks at its ends"),
         ("data.id", name is None or without_passwords(name) == name,
          "has a password, which would be shown with each run; name the data without it"),
-        ("data.person",
-         cfg.data.person in (None, "row") or isinstance(privacy_unit_of(cfg), User) or not cfg.privacy.enabled,
+        ("data.person", keeps_people_together,
          "identifies people, whose rows belong together; add privacy_unit=user, or give the word row"),
         ("register", cfg.register is None or cfg.tracking.uri is not None,
          "needs MLflow's registry; choose tracking=mlflow"),
-        ("trainer.max_physical_batch_size", at_once == "auto" or (isinstance(at_once, int) and at_once >= 1),
-         "must be an integer of at least 1, or auto"),
+        ("trainer.max_physical_batch_size", is_batch_size, "must be an integer of at least 1, or auto"),
         ("trainer.compile", cfg.trainer.compile in ("auto", True, False), "must be true, false or auto"),
         ("trainer.memory", cfg.trainer.memory in ("usual", "low"), "must be usual or low"),
         ("trainer.threads", cfg.trainer.threads is None or 1 <= cfg.trainer.threads <= 1024,
@@ -259,16 +272,20 @@ def _check_single_values(cfg: DictConfig) -> None:
 
 
 def _check_part(cfg: DictConfig) -> None:
-    """Refuses a data.part that could depend on other records, or differ between neighbouring data sets."""
+    """Refuses a data.part for which runs on disjoint parts would have to add up.
+
+    What part a record is in must follow from the record alone, and be the same in neighbouring data sets.
+    """
     part, module, unit = cfg.data.get("part"), cfg.data.module, privacy_unit_of(cfg)
     if part_of(part, cfg.data.id) is None:
         return
     adjacency = check_covered(type(sampling_of(cfg)), cfg.privacy.adjacency)
     person, by_person = module.get("person", module.get("user")), getattr(unit, "user_attribute", None) == "user_of"
+    has_one_part = unit == Example() or (by_person and part.column == person)
     for holds, wanted in (
         (module.get("part") == part, f"is no option of {module._target_}; choose data=csv or data=documents"),
         (cfg.data.id is not None, "needs data.id, the name of the data set that all parts are of"),
-        (unit == Example() or (by_person and part.column == person),
+        (has_one_part,
          f"needs privacy_unit=example, in which a row has one id, or privacy_unit=user and its column, {person}"),
         (adjacency == "add_remove", f"needs adjacency=add_remove: with {adjacency}, a record may change its part"),
     ):  # fmt: skip
@@ -277,6 +294,7 @@ def _check_part(cfg: DictConfig) -> None:
 
 
 def _check_class_weights(cfg: DictConfig) -> None:
+    """Refuses class weights that are no public numbers of the classes, or do not fit the way records are clipped."""
     weights, classes = cfg.data.class_weights, cfg.data.classes
     if weights is None:
         return
@@ -309,6 +327,7 @@ def _check_accountants(names: list[str]) -> None:
 
 
 def _check_privacy(cfg: DictConfig) -> None:
+    """Checks how sampling, target, allocation, noise and schedules go together; without privacy, the sampling alone."""
     privacy, unit = cfg.privacy, privacy_unit_of(cfg)
     records = unit.num_records(cfg.data.n, cfg.data.users) if privacy.enabled else None
     sampling = sampling_of(cfg)
@@ -329,7 +348,7 @@ def _check_privacy(cfg: DictConfig) -> None:
 
 
 def _check_budget(cfg: DictConfig) -> None:
-    """Whether a budget can be kept at all; the tracking store decides how much of it remains."""
+    """Refuses a budget that cannot be kept at all. The tracking store decides how much of it remains."""
     node = cfg.privacy.budget
     if node is None:
         return

@@ -36,10 +36,14 @@ def settings(trials: DataFrame) -> DataFrame:
 
 
 def _rank(key: str) -> int:
-    return 0 if key in (EPSILON, Z) else 2 if key == DRAW else 1
+    """The place of a parameter among the columns: ε and z come first, the number of a draw last."""
+    if key in (EPSILON, Z):
+        return 0
+    return 2 if key == DRAW else 1
 
 
 def _text(value: object) -> str:
+    """A setting as a text, which is the same for equal numbers."""
     if value is None or value != value or value == "None":
         return _UNSET
     found = number(value)
@@ -212,8 +216,11 @@ def best(points: DataFrame) -> Best:
 
 
 def summary(trials: DataFrame) -> DataFrame:
-    """A row of texts for each configuration that has finished, private or not: what was varied, ε, the test accuracy
-    with its 95 % interval, the number of runs. Without an accuracy it is the test loss or the calibrated parameter."""
+    """A row of texts for each configuration that has finished, private or not.
+
+    The columns are what was varied, ε, the test accuracy with its 95 % interval, and the number of runs. Without an
+    accuracy, the test loss or the calibrated parameter takes its place.
+    """
     done = trials[trials["status"] == "FINISHED"]
     spent = done["epsilon"].fillna(done["epsilon_planned"]).where(done["private"] == "yes")
     points, by = configurations(done.assign(epsilon=spent), VARIED_FIRST)

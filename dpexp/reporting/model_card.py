@@ -38,7 +38,8 @@ def card(
         plan: None for a model that was trained without privacy.
         load: the argument of `dpexp.load`.
         lost: names of state that is not saved.
-        file: a name for a file of inputs; one_input: what one of them is, in words.
+        file: a name for a file of inputs.
+        one_input: what one of the inputs is, in words.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
     metrics = result.get("metrics", {})

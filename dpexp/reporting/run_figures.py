@@ -115,10 +115,10 @@ def class_counts(counts: Sequence[float], deviation: float, name: str) -> Figure
 
 
 def audit_figure(audit: Audit, ledger: Ledger, claim: str, accountant: str = "pld") -> Figure:
-    """The claimed trade-off curve of the attacked rounds, and the attacker's errors. The job's `claim` stands above: it
-    is another, since all records are in the attacked rounds.
+    """The claimed trade-off curve of the attacked rounds, and the attacker's errors.
 
-    If the claim is true, the points lie above the curve or, by sampling error, in the grey band.
+    If the claim is true, the points lie above the curve or, by sampling error, in the grey band. The job's own `claim`
+    is only stated above the figure: it differs, since the attacked rounds are of all records, without sampling.
     """
     figure = Figure(figsize=(6.4, 5.4), layout="constrained")
     axes = figure.subplots()

@@ -64,7 +64,9 @@ def curves(trials: DataFrame, x: str, *ys: str) -> Figure:
     points = points.assign(x=to_numeric(points[x]) if is_number else points[x].factorize()[0])
     knob = " or ".join(sorted(points["knob"].unique()))
     names = {"epsilon": "ε", "test_accuracy": "test accuracy", "test_loss": "test loss", "knob_value": f"{knob} needed"}
-    by_x = x if x != "epsilon" else "the ε spent during training" if ROUND in by else "ε"
+    by_x = x
+    if x == "epsilon":
+        by_x = "the ε spent during training" if ROUND in by else "ε"
     figure = Figure(figsize=(8 if len(ys) == 1 else 6 * len(ys), 5), layout="constrained")
     for axes, y in zip(figure.subplots(1, len(ys), squeeze=False)[0], ys, strict=True):
         _panel(axes, points, y, is_number)
@@ -133,8 +135,11 @@ def _ticks(axes: Axes, values: Sequence[float], claim: bool) -> None:
 
 
 def swept_numbers(trials: DataFrame) -> list[str]:
-    """The numerical parameters with more than two values in a sweep, without the target ε. Of those that go together,
-    as steps and whatever is interpolated from them, it is the first: their figures are the same."""
+    """The numerical parameters with more than two values in a sweep, without the target ε.
+
+    Of parameters that change together, as steps and whatever is interpolated from them, only the first counts, since
+    their figures would be the same.
+    """
     read = [json.loads(configuration) for configuration in finished(trials)["configuration"]]
     found: dict[tuple[int, ...], str] = {}
     for key in sorted({key for parameters in read for key in parameters}):
@@ -148,15 +153,20 @@ def swept_numbers(trials: DataFrame) -> list[str]:
 def figures_of(trials: DataFrame, evaluations: DataFrame) -> tuple[dict[str, Figure], list[str]]:
     """The figures of a sweep by file name, and why others are not drawn.
 
-    Test accuracy, or without training the calibrated parameter or ε, against ε and each swept number, or else against
-    the first setting that differs; the calibrated parameter against its target ε; during training, accuracy against ε,
-    and accuracy and loss against the round.
+    - Test accuracy against ε and each swept number, or else against the first setting that differs. Without training,
+      the calibrated parameter or ε takes the place of the accuracy.
+    - The calibrated parameter against its target ε.
+    - If trials were evaluated during training: accuracy against ε, and accuracy and loss against the round.
 
     Args:
-        evaluations: as trials, a row for each evaluation during training, which has its round as a setting.
+        evaluations: a frame like `trials`, with a row for each evaluation during training. Its round is a setting.
     """
     runs, needed = trained(trials), targets(finished(trials))
-    y = "test_accuracy" if len(runs) else "knob_value" if needed.notna().any() else "epsilon"
+    y = "epsilon"
+    if len(runs):
+        y = "test_accuracy"
+    elif needed.notna().any():
+        y = "knob_value"
     pairs = [("epsilon", y)] if runs["level"].nunique() > 1 else []
     pairs += [(key, y) for key in swept_numbers(trials)]
     if not pairs and len(runs):

@@ -50,41 +50,81 @@ def print_plan(plan: PrivacyPlan | None, delta: float, instead_of: Mapping[str, 
     if plan is None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
-    last = plan.sampling.at_round(int(plan.sampling.rounds_per_epoch) - 1, plan.n)
-    solved, records = plan.calibration, plan.privacy_unit.plural
-    held = CALIBRATABLE[solved.knob].held if solved else ""
-    noise = "" if solved and (held or solved.knob == "noise_multiplier") else f", z = {plan.noise_multiplier:.4g}"
-    said = (
-        f"[bold]Plan[/]: {plan.rounds} rounds, each on about {plan.sampling.q * plan.n:.0f} of n = {plan.n} "
-        f"{records} (sampling {plan.sampling.name}, q = {plan.sampling.q:.5g}){noise}"
-    )
-    if last.weight < 1:
-        said += f", {last.rounds_per_epoch} samples an epoch, the last of {last.q * plan.n:.0f}"
-        said += f" (its sums are divided by that, its step is multiplied by {last.weight:.3g})"
-    said += _allocation(plan)
-    if plan.schedule != Schedule():
-        said += ", on a schedule"
-    if len(plan.bands) > 1:
-        said += f", noise correlated over {len(plan.bands)} rounds"
-    if plan.clip_rules:
-        said += f", clip {plan.clip_rules}"
-    _print(said)
-    if solved is not None:
-        spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
-        knob = solved.knob.removesuffix("_at_fixed_noise")
-        line = f"Solved for {knob} = {solved.value:.6g}, which costs {spent}{solved.missed}"
-        if held:
-            line += f": with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds}"
-            line += " in place of " + ", ".join(f"{key}={value}" for key, value in instead_of.items())
-        _print(escape(line))
+    _print(_first_line(plan))
+    if plan.calibration is not None:
+        _print(escape(_solved_line(plan, instead_of)))
     for line in before_training(plan, delta):
         _print(line)
     console.print(plan_table(plan))
-    alphas = [{*group.alphas} for group in plan.groups if not group.is_metric]
-    if alphas and plan.adaptive is None and {1.0} not in alphas and all(len(own) == 1 for own in alphas):
+    scales = [{*group.alphas} for group in plan.groups if not group.is_metric]
+    equal_scales = bool(scales) and {1.0} not in scales and all(len(own) == 1 for own in scales)
+    if equal_scales and plan.adaptive is None:
         _print("With equal scales α_j, as here, joint clipping is separate clipping; alpha=adaptive learns the scales.")
     for text in notes:
         _print(text)
+    _print_warnings(plan, delta)
+    if plan.part is not None:
+        _print(f"Only training records of {escape(str(plan.part))} are used.")
+
+
+def _first_line(plan: PrivacyPlan) -> str:
+    """The rounds of a plan, how their samples are drawn, and whatever else all rounds have in common."""
+    policy, solved = plan.sampling, plan.calibration
+    facts = [
+        f"[bold]Plan[/]: {plan.rounds} rounds, each on about {policy.q * plan.n:.0f} of n = {plan.n} "
+        f"{plan.privacy_unit.plural} (sampling {policy.name}, q = {policy.q:.5g})"
+    ]
+    is_said_below = solved and (CALIBRATABLE[solved.knob].held or solved.knob == "noise_multiplier")
+    if not is_said_below:
+        facts.append(f"z = {plan.noise_multiplier:.4g}")
+    # The last sample of an epoch is smaller if the records do not divide into equal samples.
+    last = policy.at_round(int(policy.rounds_per_epoch) - 1, plan.n)
+    if last.weight < 1:
+        facts.append(f"{last.rounds_per_epoch} samples an epoch")
+        facts.append(
+            f"the last of {last.q * plan.n:.0f} (its sums are divided by that, its step is multiplied by "
+            f"{last.weight:.3g})"
+        )
+    if isinstance(policy, RandomAllocation):
+        facts.append(_random_allocation(policy, plan.rounds))
+    if plan.schedule != Schedule():
+        facts.append("on a schedule")
+    if len(plan.bands) > 1:
+        facts.append(f"noise correlated over {len(plan.bands)} rounds")
+    if plan.clip_rules:
+        facts.append(f"clip {plan.clip_rules}")
+    return ", ".join(facts)
+
+
+def _random_allocation(policy: RandomAllocation, rounds: int) -> str:
+    """What the policy means for a plan: an epoch is charged as a whole."""
+    rest = rounds % policy.rounds_per_epoch
+    last = f" (the last one, too, of only {rest} rounds)" if rest else ""
+    return (
+        f"each record in {policy.num_selected} of an epoch's {policy.rounds_per_epoch} rounds; an epoch{last} "
+        "costs all of its ε from its first round on, and a resumed job begins a new one"
+    )
+
+
+def _solved_line(plan: PrivacyPlan, instead_of: Mapping[str, Any]) -> str:
+    """The calibrated parameter and its cost; if something else was held, the plan that follows."""
+    solved = plan.calibration
+    assert solved is not None
+    spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.figures)
+    knob = solved.knob.removesuffix("_at_fixed_noise")
+    line = f"Solved for {knob} = {solved.value:.6g}, which costs {spent}{solved.missed}"
+    held = CALIBRATABLE[solved.knob].held
+    if not held:
+        return line
+    replaced = ", ".join(f"{key}={value}" for key, value in instead_of.items())
+    return (
+        f"{line}: with {held} held, q = {plan.sampling.q:.5g}, z = {plan.noise_multiplier:.4g}, T = {plan.rounds} "
+        f"in place of {replaced}"
+    )
+
+
+def _print_warnings(plan: PrivacyPlan, delta: float) -> None:
+    """Warns of a δ that protects nobody, and of a noise in which nothing can be learnt."""
     if delta >= 1 / plan.n:
         console.print(
             f"[bold red]privacy.delta={up(delta, 4)} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ "
@@ -95,25 +135,15 @@ def print_plan(plan: PrivacyPlan | None, delta: float, instead_of: Mapping[str, 
             f"[bold red]Noise drowns the gradients[/]: over all {plan.rounds} rounds it is {ratio:.2g} times as long "
             "as clipped gradients can be. More records in a round, a larger ε or fewer trained weights help."
         )
-    if plan.part is not None:
-        _print(f"Only training records of {escape(str(plan.part))} are used.")
-
-
-def _allocation(plan: PrivacyPlan) -> str:
-    """What random allocation means for a plan; empty for another policy."""
-    policy = plan.sampling
-    if not isinstance(policy, RandomAllocation):
-        return ""
-    rest = plan.rounds % policy.rounds_per_epoch
-    last = f" (the last one, too, of only {rest} rounds)" if rest else ""
-    return (
-        f", each record in {policy.num_selected} of an epoch's {policy.rounds_per_epoch} rounds; an epoch{last} "
-        "costs all of its ε from its first round on, and a resumed job begins a new one"
-    )
 
 
 def print_check(step: str, seconds: float, rounds: int) -> None:
-    """Prints what a job that was only checked will take; `seconds`: of a round, 0 if unknown."""
+    """Prints what a job that was only checked will take.
+
+    Args:
+        step: how each record's step is carried out.
+        seconds: of a round; 0 if unknown.
+    """
     total = timedelta(seconds=round(seconds * rounds))
     takes = f"{rounds} rounds of {1e3 * seconds:.3g} ms take about {total} (h:mm:ss)" if seconds else f"{rounds} rounds"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -121,8 +151,10 @@ def print_check(step: str, seconds: float, rounds: int) -> None:
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:
-    """Prints the names of the trained parameters, if some are frozen; of many, how many there are of each name, without
-    its numbers."""
+    """Prints the names of the trained parameters, if some are frozen.
+
+    Of many, it prints how many there are of each name, in which * stands for a number.
+    """
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     total = sum(p.numel() for p in module.parameters())
     if 0 < sum(sizes.values()) < total:
@@ -134,10 +166,13 @@ def print_trained_parameters(module: pl.LightningModule) -> None:
 
 
 def plan_table(plan: PrivacyPlan) -> Table:
-    """One row per group; noise per coordinate of what is released: of an average α_j σ̃_g/(qn), or more if it is
-    correlated; of the sample's size σ̃_g."""
+    """A table with one row per group.
+
+    The column α_j is left out if all scales are 1. The last column has the noise per coordinate of what is released: of
+    an average it is α_j σ̃_g/(qn), and more if the noise is correlated over rounds; of the sample's size it is σ̃_g.
+    """
     scaled = any(alpha != 1 for group in plan.groups for alpha in group.alphas)
-    names = ["vectors", "d_g", *["α_j"] * scaled, "S_g", "σ̃_g", "share", "noise per coordinate"]
+    names = ["vectors", "d_g", *(["α_j"] if scaled else []), "S_g", "σ̃_g", "share", "noise per coordinate"]
     table = Table(Column("group", overflow="fold"), *names)
     for group in plan.groups:
         name = group.name
@@ -149,7 +184,7 @@ def plan_table(plan: PrivacyPlan) -> Table:
             name,
             str(len(group.vectors)),
             f"{group.d:,}",
-            *[range_of(group.alphas, 3)] * scaled,
+            *([range_of(group.alphas, 3)] if scaled else []),
             f"{group.S:.4g}",
             f"{group.sigma:.4g}",
             f"{group.share:.3f}",
@@ -159,7 +194,11 @@ def plan_table(plan: PrivacyPlan) -> Table:
 
 
 class RoundBar(pl.callbacks.ProgressBar):
-    """Progress bar: rounds done, an upper bound on ε, rounds per second; `place`: of a trial in its sweep."""
+    """Progress bar: rounds done, an upper bound on ε, and rounds per second.
+
+    Args:
+        place: that of a trial in its sweep, in words; None for a single job.
+    """
 
     is_enabled = False  # to print texts of a module, for which Lightning would ask it
 
@@ -191,8 +230,10 @@ class RoundBar(pl.callbacks.ProgressBar):
         task = self._progress.tasks[0]
         if task.completed == 0 and self._privacy and self._privacy.progress.why_compiled and self._place is None:
             _print(f"The step is {self._privacy.progress.why_compiled}.")
-        readings = self._privacy.readings if self._privacy else None
-        spent = f"ε ≤ {up(readings.at_most, 4)}" if readings else "" if self._privacy else "not private"
+        spent = "not private"
+        if self._privacy:
+            readings = self._privacy.readings
+            spent = f"ε ≤ {up(readings.at_most, 4)}" if readings else ""
         shown = [self.purpose or spent]
         if self._privacy and not self.purpose:
             shown.append(", ".join(_released(self._privacy.estimates)))
@@ -213,7 +254,7 @@ class RoundBar(pl.callbacks.ProgressBar):
 
 
 def _released(estimates: MetricEstimates) -> Iterator[str]:
-    """The first three values."""
+    """The first three values that are released beside gradients, as means of recent rounds, each with its noise."""
     for name in itertools.islice(estimates.history, 3):
         value, sd = estimates.moving_average(name)
         yield f"{escape(name)} {value:.3g}" + (f" ± {sd:.1g}" if sd else "")
@@ -222,16 +263,19 @@ def _released(estimates: MetricEstimates) -> Iterator[str]:
 def print_resumed(
     plan: PrivacyPlan, output: Path, delta: float, accountant: str, done: int, at_end: Ledger | None
 ) -> None:  # fmt: skip
-    """Prints after how many rounds a job goes on, the ε of its ledger, and that of its end if it exceeds the plan's."""
+    """Prints after how many rounds a job goes on, and the ε of its ledger.
+
+    Its ε at the end is printed, too, if it is larger than the plan's: lost rounds are done again.
+    """
     spent = epsilon(ledger_so_far(output / "ledger.jsonl"), delta, accountant)
     _print(f"[bold]Resuming[/] at round {done} of {plan.rounds}, ε = {up(spent, 4)} spent at δ = {up(delta, 4)}")
     if at_end and (most := epsilon(at_end, delta, accountant)) > epsilon(plan.ledger(), delta, accountant):
         again = at_end.training_rounds - plan.rounds
-        why = f"{again} rounds after the checkpoint were released, and are lost: they are done again"
-        _print(
-            f"{why if again > 0 else 'The interrupted epoch or block counts as a whole'}, so the job will end at "
-            f"ε ≤ {up(most, 4)}. checkpoint.every_n_rounds bounds how much is lost."
-        )
+        if again > 0:
+            why = f"{again} rounds after the checkpoint were released, and are lost: they are done again"
+        else:
+            why = "The interrupted epoch or block counts as a whole"
+        _print(f"{why}, so the job will end at ε ≤ {up(most, 4)}. checkpoint.every_n_rounds bounds how much is lost.")
 
 
 def print_interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant: str) -> None:
@@ -274,8 +318,13 @@ def print_line(place: str, *facts: str) -> None:
 
 
 def print_sweep(summary: Any, lines: Sequence[str], output: Path) -> None:
-    """Prints the results of a sweep: a table of its configurations, lines on its trials, the best ones and what
-    choosing among them costs, and its folder."""
+    """Prints the results of a sweep.
+
+    Args:
+        summary: a table with a row of texts for each configuration.
+        lines: on its trials, the best ones, and what choosing among them costs.
+        output: its folder.
+    """
     if len(summary):
         table = Table(*(Column(name, overflow="fold") for name in summary.columns))
         for row in summary.to_numpy():
@@ -333,7 +382,10 @@ def print_tested(
 ) -> None:
     """Prints what the test set shows, and what always giving its most frequent class would reach.
 
-    `weighted`: classes were weighted, so that more weight is no advice.
+    Args:
+        class_names: of a classifier's classes; None: they are numbers.
+        weighted: whether classes were weighted already, so that it is no advice to weigh them.
+        after: words on how long the training took.
     """
     if "test_accuracy" in metrics:
         accuracy, majority = metrics["test_accuracy"], metrics.get("test_majority_accuracy")
@@ -376,7 +428,7 @@ def _print_failure(metrics: dict[str, float], recalls: dict[str, float], weighte
 
 
 def _recalls(metrics: dict[str, float], class_names: Sequence[str] | None) -> dict[str, float]:
-    """The recall of each class by its name; {} if there are too many."""
+    """The recall of each class by its name; empty if there are too many classes."""
     recalls = {name.removeprefix(RECALL): value for name, value in metrics.items()}
     return {class_names[int(k)] if class_names else k: value for k, value in recalls.items() if k.isdecimal()}
 
@@ -390,7 +442,12 @@ def _in_words(recalls: dict[str, float]) -> str:
 
 
 def print_audit(audit: Audit, claimed: float, delta: float) -> None:
-    """Prints the results of an audit: first ε that the job claims at its δ, then what is attacked, and why."""
+    """Prints the results of an audit: what the job claims, what is attacked and why, and what the attack has shown.
+
+    A canary is a record that the audit adds. Its gradient lies in coordinates of its own, so that the released sums
+    show it as clearly as they can show a record. A coin decides whether it is included. An attacker who guesses more
+    coins right than ε allows refutes the claim.
+    """
     at = next(bound for bound in audit.bounds if bound.delta == delta)
     _print(
         f"The job claims ε = {up(claimed, 4)} at δ = {up(delta, 4)}. Its noise is attacked in rounds of all "

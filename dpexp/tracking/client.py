@@ -20,7 +20,7 @@ from sqlalchemy import make_url
 
 from dpexp.config import Tracking
 from dpexp.errors import ConfigError
-from dpexp.tracking.job_folder import ERROR, OUTPUT, ended
+from dpexp.tracking.job_folder import ERROR_TAG, OUTPUT_TAG, ended
 from dpexp.tracking.provenance import HOST, one_line, without_passwords
 
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, MLflow's own limits
@@ -66,8 +66,13 @@ def database(uri: str) -> Path | None:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Holds a lock, for which it waits some minutes, after a few seconds with a word; a failure is an OSError.
-    `what`: whose turn it is that the lock gives."""
+    """Holds the lock of a file, for which other processes take turns.
+
+    It waits for some minutes, and after a few seconds says so. Every failure is an OSError, also that the time is over.
+
+    Args:
+        what: what the processes take turns in, for the message.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()  # where that fails, FileLock would try for ever
     lock = FileLock(path)
@@ -103,9 +108,9 @@ def end_dead_runs(client: MlflowClient, experiment_id: str) -> None:
     for run in client.search_runs([experiment_id], condition):
         if _is_alive(int(run.data.tags.get("dpexp.pid", "0"))):
             continue
-        end = ended(Path(run.data.tags.get(OUTPUT, "")))
+        end = ended(Path(run.data.tags.get(OUTPUT_TAG, "")))
         if end.get("reason"):
-            client.set_tag(run.info.run_id, ERROR, end["reason"])
+            client.set_tag(run.info.run_id, ERROR_TAG, end["reason"])
         client.set_terminated(run.info.run_id, end["status"], end.get("time"))
 
 

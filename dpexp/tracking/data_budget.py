@@ -1,4 +1,4 @@
-"""What all runs on a named data set (`data.id`) have spent, and a budget that they keep together.
+"""What all runs on a named data set (`data.id`) have spent, and a budget (ε, δ) that all of them together keep.
 
 A run counts as one ledger among its artifacts, which its tag `dpexp.counts_as` names:
 
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from getpass import getuser
 from pathlib import Path
 from shlex import quote
@@ -38,7 +39,8 @@ from dpexp.accounting.ledger import Ledger, incomplete_reason
 from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.ledger.integrity import end_of, read_end
 from dpexp.accounting.ledger.reader import contents
-from dpexp.accounting.multiple_runs import Budget, budget, rho, runs_of_one_record
+from dpexp.accounting.multiple_runs import Budget, rho, runs_of_one_record
+from dpexp.accounting.multiple_runs import budget as budget_of
 from dpexp.accounting.rounding import down, up
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import database, locked
@@ -58,7 +60,7 @@ def start(
     uri: str,
     client: MlflowClient,
     facts: Mapping[str, Any],
-    plan: Ledger | None,
+    planned: Ledger | None,
     output: Path,
     earlier: Run | None,
     begin: Callable[[], str],
@@ -69,19 +71,20 @@ def start(
 
     Args:
         facts: those of the job's record.
-        plan: that in the job's folder; None if nothing is asked of the budget: the job is not private, or has run.
+        planned: the planned ledger in the job's folder; None if nothing is asked of the budget, since the job is not
+            private, or has run.
         earlier: the run of a resumed job.
         begin: creates the run, or opens it again, and returns its id.
     """
     data_id, given = facts["spends"]["data_id"], facts["spends"]["budget"]
-    kept = budget(given) if given else None
+    budget = budget_of(given) if given else None
     with locked(lock_of(uri, data_id), f"the runs on data.id={data_id}"):
-        if plan is not None and kept is not None:
-            _admit(uri, data_id, kept, plan, facts["delta"], earlier)
+        if planned is not None and budget is not None:
+            _admit(uri, data_id, budget, planned, facts["delta"], earlier)
         run_id = begin()
         if not facts["spends"]["trains"]:  # it only plans, which costs nothing
             return run_id
-        tags = {BUDGET: json.dumps(asdict(kept))} if kept else {}
+        tags = {BUDGET: json.dumps(asdict(budget))} if budget else {}
         if (output / PLANNED_LEDGER).exists():
             client.log_artifact(run_id, str(output / PLANNED_LEDGER))
             tags[COUNTS_AS] = PLANNED_LEDGER
@@ -92,7 +95,10 @@ def start(
 
 
 def end(client: MlflowClient, uri: str, run_id: str, output: Path) -> None:
-    """Lets an ended run count as its ledger, if that is closed, and the store gives it back as it was sent."""
+    """Lets an ended run count as its ledger, if that is closed, and the store gives it back as it was sent.
+
+    After an error of the folder or the store, the run goes on counting as its plan, which is never less than its cost.
+    """
     with suppress(ConfigError, MlflowException, OSError):
         if _whole(output / LEDGER) == _artifact(uri, run_id, LEDGER):
             client.set_tag(run_id, COUNTS_AS, LEDGER)
@@ -115,8 +121,8 @@ class RunCost:
         name: of the run, or its path.
         identity: equal for the same run, wherever it was found.
         shown: its id, user and status in the store.
-        delta: of its configuration.
-        budget: the one that it was held to, if any.
+        delta: that of its configuration.
+        budget: the budget that it was held to, if any.
         ledger: what it counts as; None: what it spent is unknown, or has no bound.
         note: why it counts as its plan, or as nothing known; "" if it counts as its ledger.
     """
@@ -151,29 +157,31 @@ def cost_at(path: Path) -> RunCost:
     """The cost of the job in a folder, tracked or not, or of a ledger file."""
     folder = path.parent if path.name == LEDGER else path
     if not folder.is_dir():
-        return _counted(RunCost(str(path), str(path.resolve())), path.name, lambda: _whole(path))
+        return _counted(RunCost(str(path), str(path.resolve())), path.name, partial(_whole, path))
     configuration, run = folder / "config.yaml", folder / RUN
     said = yaml.safe_load(configuration.read_text()) if configuration.exists() else None
     privacy: dict[str, Any] = (said or {}).get("privacy", {})
-    delta, kept = privacy.get("delta"), privacy.get("budget")
+    delta, budget = privacy.get("delta"), privacy.get("budget")
     known = RunCost(
         str(path), run.read_text() if run.exists() else str(folder.resolve()), delta=float(delta) if delta else None,
-        budget=budget(kept) if kept else None,
+        budget=budget_of(budget) if budget else None,
     )  # fmt: skip
     if privacy.get("enabled") is False:
         return replace(known, note=_not_private("trained without privacy"))
-    by_ledger = _counted(known, LEDGER, lambda: _whole(folder / LEDGER))
-    by_plan = _counted(known, PLANNED_LEDGER, lambda: _whole(folder / PLANNED_LEDGER))
-    return by_ledger if by_plan.ledger is None or by_ledger.ledger is not None else by_plan
+    by_ledger = _counted(known, LEDGER, partial(_whole, folder / LEDGER))
+    if by_ledger.ledger is not None:
+        return by_ledger
+    by_plan = _counted(known, PLANNED_LEDGER, partial(_whole, folder / PLANNED_LEDGER))
+    return by_ledger if by_plan.ledger is None else by_plan
 
 
 def distinct_runs(costs: Sequence[RunCost]) -> list[RunCost]:
-    """Each run once. One that was found in several places counts as the most that any of them says."""
+    """Each run once. A run that was found in several places counts as the most that any of them says."""
     found: dict[str, RunCost] = {}
     for cost in costs:
         before = found.setdefault(cost.identity, cost)
         if before.ledger is not None and cost.ledger is not None:
-            most = Counter(before.ledger.rounds) | Counter(cost.ledger.rounds)  # of each kind
+            most = Counter(before.ledger.rounds) | Counter(cost.ledger.rounds)  # the larger count of each kind
             found[cost.identity] = replace(before, ledger=replace(before.ledger, rounds=dict(most)))
         elif cost.ledger is None:
             found[cost.identity] = replace(before, ledger=None, note=cost.note)
@@ -192,11 +200,16 @@ def _cost_of(uri: str, run: Run) -> RunCost:
         return replace(known, note=_not_private(private.removeprefix("no: ")))
     if counts_as not in (LEDGER, PLANNED_LEDGER):
         return replace(known, note=f"its tag {COUNTS_AS} names no ledger, as of an earlier version of dpexp")
-    return _counted(known, counts_as, lambda: _artifact(uri, run_id, counts_as))
+    return _counted(known, counts_as, partial(_artifact, uri, run_id, counts_as))
 
 
 def _counted(known: RunCost, name: str, read: Callable[[], Ledger]) -> RunCost:
-    """The cost by a ledger of that name."""
+    """The cost of a run as `read` gives its ledger, or why it is unknown.
+
+    Args:
+        known: what is known of the run without its ledger.
+        name: the name of the ledger's file.
+    """
     by_plan = "it counts as its plan, as no ledger of its end is there"
     try:
         return replace(known, ledger=read(), note=by_plan if name == PLANNED_LEDGER else "")
@@ -205,6 +218,7 @@ def _counted(known: RunCost, name: str, read: Callable[[], Ledger]) -> RunCost:
 
 
 def _artifact(uri: str, run_id: str, name: str) -> Ledger:
+    """The ledger of that name among a run's artifacts."""
     with pulled(uri, run_id, name, end_of(Path(name)).name) as folder:
         return _whole(folder / name)
 
@@ -238,66 +252,72 @@ def _not_private(reason: str) -> str:
 # The budget
 
 
-def _admit(uri: str, data_id: str, kept: Budget, plan: Ledger, delta: float, earlier: Run | None) -> None:
+def _admit(uri: str, data_id: str, budget: Budget, planned: Ledger, delta: float, earlier: Run | None) -> None:
     """Refuses a job for which the budget has no room."""
     costs = costs_in(uri, data_id)
     if earlier is not None:
         costs = [cost for cost in costs if cost.identity != earlier.info.run_id]
     for other in costs:
-        if other.budget is not None and other.budget != kept:
+        if other.budget is not None and other.budget != budget:
             raise ConfigError(
-                f"privacy.budget={kept} (Rényi order {kept.order:g}) is not the one that {other.name} kept for "
+                f"privacy.budget={budget} (Rényi order {budget.order:g}) is not the one that {other.name} kept for "
                 f"data.id={data_id}, which is {other.budget} (order {other.budget.order:g}); a budget holds only if it "
                 "was fixed before the first run was looked at, so give that one."
             )
-    check_same([*[cost.ledger for cost in costs if cost.ledger], plan], f"data.id={data_id}: runs", "composed")
-    costs = [one for one in costs if not one.ledger or len(runs_of_one_record([one.ledger, plan])) == 1]
-    spent, description = budget_used(costs, kept, data_id)
-    cost = rho(plan, kept.order)
-    asked = f"this job's plan asks for {_percent(cost, kept)}"
-    if not kept.holds(spent + cost):
-        fits = _epsilon_that_fits(plan, kept, kept.limit - spent, delta)
+    check_same([*[cost.ledger for cost in costs if cost.ledger], planned], f"data.id={data_id}: runs", "composed")
+    # Runs on parts of the data that are disjoint from this job's do not count; runs whose cost is unknown may.
+    costs = [one for one in costs if not one.ledger or _may_share_a_record(one.ledger, planned)]
+    spent, description = budget_used(costs, budget, data_id)
+    cost = rho(planned, budget.order)
+    asked = f"this job's plan asks for {_percent(cost, budget)}"
+    if not budget.holds(spent + cost):
+        fits = _epsilon_that_fits(planned, budget, budget.limit - spent, delta)
         advice = f"a plan like it fits at privacy.epsilon={fits}" if fits else "no plan like it fits"
         if earlier is not None:
             advice = "so it cannot go on"
         raise ConfigError(
-            f"privacy.budget of {kept} for data.id={data_id}: {description}; {asked} (ε = "
-            f"{up(epsilon(plan, delta), 4)} by pld); {advice}; see "
+            f"privacy.budget of {budget} for data.id={data_id}: {description}; {asked} (ε = "
+            f"{up(epsilon(planned, delta), 4)} by pld); {advice}; see "
             f"python -m dpexp account {quote(f'data.id={data_id}')}."
         )
     console.print(
-        f"Budget of {kept} for data.id={data_id}: {description}; {asked}, and fits.", soft_wrap=True, markup=False
+        f"Budget of {budget} for data.id={data_id}: {description}; {asked}, and fits.", soft_wrap=True, markup=False
     )
 
 
-def _epsilon_that_fits(plan: Ledger, kept: Budget, left: float, delta: float) -> str | None:
-    """The largest ε of a plan with the same rounds and more noise that what is left has room for; None: there is none.
+def _may_share_a_record(one: Ledger, other: Ledger) -> bool:
+    """Whether one record may have been used by both runs: they are not on disjoint parts of the data."""
+    return len(runs_of_one_record([one, other])) == 1
+
+
+def _epsilon_that_fits(planned: Ledger, budget: Budget, left: float, delta: float) -> str | None:
+    """The largest ε that fits into what is left, of plans with the same rounds and more noise; None: none fits.
 
     The noise of all queries grows by one factor.
     """
 
     def excess(log_factor: float) -> float:
-        return rho(_noisier(plan, math.exp(log_factor)), kept.order) - left * (1 - 1e-6)
+        return rho(_noisier(planned, math.exp(log_factor)), budget.order) - left * (1 - 1e-6)
 
     highest = math.log(MOST_NOISE)
     if left <= 0 or not excess(0.0) > 0 >= excess(highest):
         return None
-    found = _noisier(plan, math.exp(brentq(excess, 0.0, highest)))
+    found = _noisier(planned, math.exp(brentq(excess, 0.0, highest)))
     return down(epsilon(found, delta), 3)
 
 
-def _noisier(plan: Ledger, factor: float) -> Ledger:
+def _noisier(planned: Ledger, factor: float) -> Ledger:
     rounds = {
         replace(round_, queries=tuple(query.noisier(factor) for query in round_.queries)): count
-        for round_, count in plan.rounds.items()
+        for round_, count in planned.rounds.items()
     }
-    return replace(plan, rounds=rounds)
+    return replace(planned, rounds=rounds)
 
 
-def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> tuple[float, str]:
-    """ρ, at the budget's order, of what the runs have spent or plan, and a description of it and of what is left.
+def budget_used(costs: Sequence[RunCost], budget: Budget, data_id: str) -> tuple[float, str]:
+    """What the runs have spent or plan, as ρ at the budget's order, and a description of it and of what is left.
 
-    It is of those runs that used one record, of all such sets of runs where the most is used.
+    Runs on disjoint parts do not add up. The figure is the largest total that any single record can have been charged.
 
     Raises:
         ConfigError: the cost of a run is unknown, or the runs cannot be composed.
@@ -305,27 +325,27 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> tuple[f
     for run in costs:
         if run.ledger is None:
             raise ConfigError(
-                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {run.name} spent is "
+                f"privacy.budget of {budget} for data.id={data_id} cannot be kept: what the run {run.name} spent is "
                 f"unknown ({run.note}); bring back that artifact of the run {run.identity}, or begin another data.id "
                 "and say why."
             )
     ledgers = [run.ledger for run in costs if run.ledger]
     sets = runs_of_one_record(ledgers)
     try:
-        spent_by = [rho(ledger, kept.order) for ledger in ledgers]
+        spent_by = [rho(ledger, budget.order) for ledger in ledgers]
     except ConfigError as error:
         raise ConfigError(f"data.id={data_id}: {error}") from error
     spent, count = max((math.fsum(spent_by[k] for k in one), len(one)) for one in sets)
     runs = "1 run" if count == 1 else f"{count} runs"
     if count < len(ledgers):
         runs += " (others are on disjoint parts)"
-    left = max(0.0, kept.limit - spent)
+    left = max(0.0, budget.limit - spent)
     return spent, (
-        f"{_percent(spent, kept)} is spent or reserved by {runs}, {down(100 * left / kept.limit, 3)} % is left, worth "
-        f"one Gaussian release of ε = {down(kept.gaussian(left), 4)}"
+        f"{_percent(spent, budget)} is spent or reserved by {runs}, {down(100 * left / budget.limit, 3)} % is left, "
+        f"worth one Gaussian release of ε = {down(budget.gaussian(left), 4)}"
     )
 
 
-def _percent(part: float, kept: Budget) -> str:
-    percent = 100 * part / kept.limit
+def _percent(part: float, budget: Budget) -> str:
+    percent = 100 * part / budget.limit
     return f"{up(percent, 3) if percent < 999 else math.ceil(percent)} %"

@@ -1,4 +1,4 @@
-"""Names in a job's folder: of its files, metrics and tags; and its lock.
+"""What a job's folder holds: the names of its files, metrics and tags, reading them, and the folder's lock.
 
 Imports nothing slow.
 """
@@ -13,38 +13,41 @@ from filelock import FileLock, Timeout
 
 from dpexp.errors import ConfigError
 
-RUN = "mlflow_run_id"
+# Files of the job
 LEDGER = "ledger.jsonl"
 PLANNED_LEDGER = "planned_ledger.jsonl"  # the most that the job will have released at its end
 WEIGHTS, CARD, MLFLOW_MODEL, DISK_RESERVE = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
 CHECKPOINT = "last.ckpt"
-# What a job says of itself, and what of it MLflow has: see dpexp.tracking.mirror
-RECORD, METRICS, STATUS, SENT = "run.json", "metrics.jsonl", "status.json", "mirror.json"
-# Metrics. MLflow draws a chart of each: names with a slash first, then by name. What a run is looked at for, epsilon
-# and test_…, comes before what is constant.
-TRIED = "tried "  # prefix of what calibration tried
-WITH = "with "  # prefix of the figures of a plan, its guarantee and its audit, and of released statistics
-# Tags
-ERROR = "dpexp.error"  # why a run did not finish
-OUTPUT = "dpexp.output"  # the job's folder
-START = "dpexp.start"  # a random number of the job's last start; its folder has those of all
-CONFIGURATION = "configuration"  # in result.json once the job has ended well: a hash of what could change it
+# Files of its record (dpexp.tracking.record), and of what MLflow has of it (dpexp.tracking.mirror)
+RECORD, METRICS, STATUS = "run.json", "metrics.jsonl", "status.json"
+RUN, SENT = "mlflow_run_id", "mirror.json"
+# A key of result.json, once the job has ended well: a hash of the configuration without what cannot change the result
+CONFIGURATION_KEY = "configuration"
+# Prefixes of metrics. MLflow draws a chart of each metric: names with a slash first, then by name. With these prefixes,
+# what a run is looked at for, epsilon and test_…, comes before what is constant.
+TRIED_PREFIX = "tried "  # what calibration tried
+FIGURE_PREFIX = "with "  # figures of a plan, of its guarantee and its audit, and released statistics
+# Tags of the run
+ERROR_TAG = "dpexp.error"  # why a run did not finish
+OUTPUT_TAG = "dpexp.output"  # the job's folder
+START_TAG = "dpexp.start"  # a random number of the job's last start; its folder has those of all
+
 _PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 
 
-def constants(values: Mapping[str, float]) -> dict[str, float]:
-    """Figures by the names of their metrics."""
-    return {WITH + name.replace("/", " "): value for name, value in values.items()}
+def metrics_of_figures(values: Mapping[str, float]) -> dict[str, float]:
+    """The constant figures of a job as metrics, whose names have a prefix."""
+    return {FIGURE_PREFIX + name.replace("/", " "): value for name, value in values.items()}
 
 
 def metric_of(knob: str) -> str:
-    """The figure that has the value of a calibrated parameter."""
+    """The name of the figure that has the value of a calibrated parameter."""
     return {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}.get(knob, knob)
 
 
 def value_of(metrics: Mapping[str, float], name: str) -> float | None:
     """A metric, figure or calibrated parameter of a run."""
-    return metrics.get(name, metrics.get(WITH + metric_of(name)))
+    return metrics.get(name, metrics.get(FIGURE_PREFIX + metric_of(name)))
 
 
 @contextmanager
@@ -71,18 +74,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def metrics_by_step(output: Path) -> dict[int, dict[str, float]]:
-    """What a job's record has of each step, in order; of several values of a metric the last."""
+    """The metrics of each step in a job's record, in order. Of several values at one step, the last counts."""
     found: dict[int, dict[str, float]] = {}
     path = output / METRICS
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        if line.endswith("\n"):
+        if line.endswith("\n"):  # else it is being written, or was cut off
             row = json.loads(line)
             found.setdefault(row["step"], {}).update(row["metrics"])
     return found
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file at once: who reads it meanwhile finds the former content."""
+    """Replaces a file at once: whoever reads it meanwhile finds its former content."""
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(content))
     partial.replace(path)
@@ -91,11 +94,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def finished_result(output: Path) -> dict[str, Any] | None:
     """The content of result.json, if the job in a folder has ended well."""
     result = read_json(output / "result.json")
-    return result if CONFIGURATION in result else None
+    return result if CONFIGURATION_KEY in result else None
 
 
 def ended(output: Path) -> dict[str, Any]:
-    """How the job in a folder, which runs no more, has ended; one that was killed outright could not write it."""
+    """How the job in a folder ended, if it no longer runs. A job that was killed outright has left no word of it."""
     if said := read_json(output / STATUS):
         return said
     if finished_result(output):

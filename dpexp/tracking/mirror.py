@@ -1,7 +1,7 @@
-"""The run in MLflow that mirrors a job's record.
+"""The run in MLflow that mirrors a job's record (`dpexp.tracking` says what each of them is for).
 
-The folder alone counts. `Mirror.push` sends what the run does not have yet: from a thread while the job trains, and
-later by `python -m dpexp mirror FOLDER`.
+`Mirror.push` sends what the run does not have yet: from a thread while the job trains, and later by
+`python -m dpexp mirror FOLDER`.
 """
 
 import json
@@ -28,14 +28,14 @@ from dpexp.errors import ConfigError
 from dpexp.tracking.client import MAX_METRICS, MAX_PARAMS, create_run, open_store, set_view
 from dpexp.tracking.job_folder import (
     CHECKPOINT,
-    ERROR,
+    ERROR_TAG,
     LEDGER,
     METRICS,
-    OUTPUT,
+    OUTPUT_TAG,
     RECORD,
     RUN,
     SENT,
-    START,
+    START_TAG,
     STATUS,
     ended,
     exclusive,
@@ -52,9 +52,7 @@ INTERVAL = 2.0  # seconds between pushes while a job trains
 class Mirror:
     """The run that mirrors a job's folder.
 
-    No method raises because of the server. `mirror.json` says what the run has. The timestamps of metrics count up by
-    one millisecond from the start: the duration of a round depends on its private sample. A point that MLflow gets
-    twice is there once.
+    `mirror.json` in the folder says what the run has. No method raises because of the server.
     """
 
     def __init__(self, client: MlflowClient, run_id: str, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -75,7 +73,7 @@ class Mirror:
         self._thread.start()
 
     def close(self, end: Mapping[str, Any], patience: float) -> bool:
-        """Pushes the rest and how the job ended, for at most `patience` seconds. Whether the server answered."""
+        """Pushes the rest and how the job ended; returns whether the server answered within `patience` seconds."""
         self._end = end
         self._ended.set()
         self._thread.join(patience)
@@ -91,7 +89,11 @@ class Mirror:
         self.push(self._end)
 
     def push(self, end: Mapping[str, Any]) -> None:
-        """Sends what the run lacks. `end`: how the job ended; empty while it goes on."""
+        """Sends what the run lacks.
+
+        Args:
+            end: how the job ended; empty while it goes on.
+        """
         if self._given_up:
             return
         self.missed = None
@@ -101,8 +103,9 @@ class Mirror:
             self.missed = self.missed or one_line(error)
 
     def _push(self, end: Mapping[str, Any]) -> None:
+        """Sends tags, parameters, metrics, files, and at last the status. A failed request does not stop later ones."""
         facts = self._facts
-        tags = facts["tags"] | ({ERROR: end["reason"]} if end.get("reason") else {})
+        tags = facts["tags"] | ({ERROR_TAG: end["reason"]} if end.get("reason") else {})
         self._push_texts("tags", RunTag, tags, self._tags)
         self._push_texts("params", Param, facts["params"], self._params)
         self._push_metrics()
@@ -117,14 +120,18 @@ class Mirror:
             self._status = status
 
     def _push_texts(self, kind: str, entity: Callable[..., Any], texts: dict[str, str], known: dict[str, str]) -> None:
+        """Sends the tags or parameters that the run does not know yet."""
         lacking = [entity(*one) for one in texts.items() if known.get(one[0]) != one[1]]
         for some in chunk_list(lacking, MAX_PARAMS):
             if self._sends(self._client.log_batch, **{kind: some}):
                 known |= {one.key: one.value for one in some}
 
     def _push_metrics(self) -> None:
+        """Sends the lines of `metrics.jsonl` that the run does not have."""
         with (self._folder / METRICS).open() as file:
             rows = [json.loads(line) for line in islice(file, self._lines, None) if line.endswith("\n")]
+        # The duration of a round depends on its private sample, so that no point has a time of its own: line k of the
+        # file gets the start plus k milliseconds. A line that is sent twice is the same point, which MLflow has once.
         points = [
             Metric(name, shown(name, value), self._facts["start"] + line, row["step"])
             for line, row in enumerate(rows, self._lines)
@@ -136,6 +143,7 @@ class Mirror:
             self._keep()
 
     def _sends_file(self, path: Path) -> bool:
+        """Sends a file, or the folder of a model; returns whether the server took it."""
         if path.name == "mlflow_model":
             return self._sends(partial(send_model, self._client), path.resolve(), **self._facts["model"])
         if path.suffix == ".yaml":
@@ -143,7 +151,10 @@ class Mirror:
         return self._sends(self._client.log_artifact, str(path.resolve()))
 
     def _sends(self, request: Callable[..., Any], *values: Any, **named: Any) -> bool:
-        """Whether the server took what it got. What it misses does not keep the rest from it."""
+        """Sends one request, and returns whether the server took it.
+
+        An error is remembered in `missed`, and does not keep later requests from being sent.
+        """
         if self._given_up:
             return False
         try:
@@ -154,13 +165,17 @@ class Mirror:
         return True
 
     def _keep(self) -> None:
+        """Writes down in `mirror.json` what the run has by now."""
         with suppress(OSError):  # a full disk; later it is sent again
             self._sent[self._run_id] = {"lines": self._lines, "files": self._files}
             write_json(self._folder / SENT, self._sent)
 
 
 def shown(name: str, value: float) -> float:
-    """A metric with as many digits as are looked at. What is claimed, as ε, is rounded up; lower bounds and z, down."""
+    """A metric with as many digits as people look at.
+
+    Rounding must not flatter: what is claimed, as ε, is rounded up; lower bounds and the noise z are rounded down.
+    """
     if not math.isfinite(value) or value == int(value):
         return value
     if any(word in name for word in ("at_least", "lower_bound", "noise_multiplier")):
@@ -171,13 +186,13 @@ def shown(name: str, value: float) -> float:
 
 
 def _version(path: Path) -> list[int]:
-    """Changes when a file, or one in a folder, is written."""
+    """Size and time of a file, or of all in a folder: they change when one is written."""
     found = [one.stat() for one in (path, *path.rglob("*")) if one.name != "MLmodel"]  # which send_model writes
     return [sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)]
 
 
-def mirrored(folder: Path, uri: str | None) -> str:
-    """Sends what the run of an ended job lacks, and creates it in a store that has none; returns the run's id.
+def mirror_folder(folder: Path, uri: str | None) -> str:
+    """Sends what the run of an ended job lacks; creates the run in a store that has none. Returns its id.
 
     Args:
         uri: the store; by default that of the job.
@@ -188,34 +203,40 @@ def mirrored(folder: Path, uri: str | None) -> str:
     store.uri = uri or store.uri
     if store.uri is None:
         raise ConfigError(f"the job in {folder} had no store; give uri=….")
-    if facts["spends"] and (folder / CHECKPOINT).exists() and without_passwords(store.uri) != facts["store"]["uri"]:
-        raise ConfigError(
-            f"the job in {folder} can be resumed, and {without_passwords(store.uri)} would not know of its rounds on "
-            f"data.id={facts['spends']['data_id']} then; mirror it once it has ended, or delete its {CHECKPOINT}."
-        )
-    if "…" in store.uri:
-        raise ConfigError(f"the password of {store.uri} is not kept; give uri=….")
+    _check_store(store.uri, folder, facts)
+    store_name = without_passwords(store.uri)
     with exclusive(folder):
         client, experiment_id = open_store(store)
         try:
-            if (run := run_of(client, folder)) is not None:
+            if (run := find_run(client, folder)) is not None:
                 run_id = run.info.run_id
                 _refuse_earlier_copy(folder, facts, run)
                 _refuse_older_ledger(client, run_id, folder / LEDGER)
             else:
-                run_id = begun(store.uri, client, facts, folder, partial(created, client, experiment_id, facts, folder))
+                begin = partial(create_job_run, client, experiment_id, facts, folder)
+                run_id = begin_job_run(store.uri, client, facts, folder, begin)
             mirror = Mirror(client, run_id, folder, facts)
         except (MlflowException, OSError) as error:
-            raise ConfigError(f"{without_passwords(store.uri)} cannot be used: {one_line(error)}") from error
+            raise ConfigError(f"{store_name} cannot be used: {one_line(error)}") from error
         mirror.push(ended(folder))
         if mirror.missed is not None:
-            store_name = without_passwords(store.uri)
             raise ConfigError(f"the run {run_id} of {store_name} still lacks some of {folder}: {mirror.missed}")
-        concluded(store.uri, client, facts, run_id, folder)
+        conclude_job_run(store.uri, client, facts, run_id, folder)
     return run_id
 
 
-def begun(
+def _check_store(uri: str, folder: Path, facts: Mapping[str, Any]) -> None:
+    """Refuses a store that would not know of a job's later rounds, or whose password is not known."""
+    if facts["spends"] and (folder / CHECKPOINT).exists() and without_passwords(uri) != facts["store"]["uri"]:
+        raise ConfigError(
+            f"the job in {folder} can be resumed, and {without_passwords(uri)} would not know of its rounds on "
+            f"data.id={facts['spends']['data_id']} then; mirror it once it has ended, or delete its {CHECKPOINT}."
+        )
+    if "…" in uri:  # which without_passwords wrote into the record in place of a password
+        raise ConfigError(f"the password of {uri} is not kept; give uri=….")
+
+
+def begin_job_run(
     uri: str,
     client: MlflowClient,
     facts: Mapping[str, Any],
@@ -224,7 +245,9 @@ def begun(
     planned: Ledger | None = None,
     earlier: Run | None = None,
 ) -> str:
-    """The id of a job's run, which `begin` creates or opens again; on a named data set, it counts from then on.
+    """Creates or reopens a job's run by `begin`, and returns its id.
+
+    On a named data set (`data.id`), the run counts among its runs from then on, if the data set's budget has room.
 
     Args:
         planned: what is asked of the data set's budget, if it has one; None: nothing.
@@ -237,7 +260,7 @@ def begun(
     return data_budget.start(uri, client, facts, planned, folder, earlier, begin)
 
 
-def concluded(uri: str, client: MlflowClient, facts: Mapping[str, Any], run_id: str, folder: Path) -> None:
+def conclude_job_run(uri: str, client: MlflowClient, facts: Mapping[str, Any], run_id: str, folder: Path) -> None:
     """Lets the run of an ended job on a named data set count as its ledger."""
     if facts["spends"] is not None:
         from dpexp.tracking import data_budget
@@ -245,7 +268,7 @@ def concluded(uri: str, client: MlflowClient, facts: Mapping[str, Any], run_id: 
         data_budget.end(client, uri, run_id, folder)
 
 
-def created(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any], folder: Path) -> str:
+def create_job_run(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any], folder: Path) -> str:
     """Creates the run of a job; returns its id, which its folder remembers."""
     run_id = create_run(client, experiment_id, facts["tags"], start_time=facts["start"], run_name=facts["name"])
     write_json(folder / SENT, {**read_json(folder / SENT), run_id: {}})
@@ -255,7 +278,7 @@ def created(client: MlflowClient, experiment_id: str, facts: Mapping[str, Any], 
     return run_id
 
 
-def run_of(client: MlflowClient, folder: Path) -> Run | None:
+def find_run(client: MlflowClient, folder: Path) -> Run | None:
     """The run of the job in a folder; None if it has none in this store."""
     own = [(folder / RUN).read_text()] if (folder / RUN).exists() else []
     for run_id in (*own, *read_json(folder / SENT)):
@@ -268,10 +291,14 @@ def run_of(client: MlflowClient, folder: Path) -> Run | None:
 
 
 def earlier_run(client: MlflowClient, output: Path, facts: Mapping[str, Any]) -> Run | None:
-    """The run of a job that is resumed; None if it has none in this store, or the folder is a copy of another job's."""
-    if (run := run_of(client, output)) is None:
+    """The run of a job that is resumed; None if it has none in this store, or the folder is a copy of another job's.
+
+    Raises:
+        ConfigError: the folder's ledger lacks rounds of the run's.
+    """
+    if (run := find_run(client, output)) is None:
         return None
-    said = Path(run.data.tags.get(OUTPUT, output))
+    said = Path(run.data.tags.get(OUTPUT_TAG, output))
     if said.exists() and not said.samefile(output):  # of a folder of another machine, nothing exists here
         return None
     _refuse_older_ledger(client, run.info.run_id, output / LEDGER)
@@ -279,12 +306,15 @@ def earlier_run(client: MlflowClient, output: Path, facts: Mapping[str, Any]) ->
 
 
 def _is_of_another_start(facts: Mapping[str, Any], run: Run) -> bool:
-    """Whether a run went on in a copy of the job's folder, which has starts that this one has not."""
-    return START in run.data.tags and run.data.tags[START] not in facts["starts"]
+    """Whether a job went on in another copy of its folder: its run shows a start that this folder does not have."""
+    return START_TAG in run.data.tags and run.data.tags[START_TAG] not in facts["starts"]
 
 
 def _refuse_earlier_copy(folder: Path, facts: Mapping[str, Any], run: Run) -> None:
-    """Refuses the folder of a job that was resumed in a copy of it, which the ledger in MLflow need not show yet."""
+    """Refuses the folder of a job that was resumed in a copy of it.
+
+    The ledgers need not show it: the one in MLflow may not have the first round since.
+    """
     if _is_of_another_start(facts, run):
         host, process = (run.data.tags.get(f"dpexp.{name}") for name in ("host", "pid"))
         raise ConfigError(

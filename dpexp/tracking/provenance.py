@@ -42,9 +42,9 @@ def commit(folder: Path | None = None) -> dict[str, str]:
 
 
 def provenance_of_resume() -> dict[str, str]:
-    """Provenance tags of a resume, under `dpexp.resumed`; the tags of the first start stay.
+    """The provenance tags of a resumed job: those of now, under `dpexp.resumed`. The tags of the first start stay.
 
-    Host and process id are replaced: they show whether the run is alive.
+    Only the first start's host and process id are replaced, since they show whether the run is alive.
     """
     found = {key.removeprefix("dpexp.").removeprefix("mlflow."): value for key, value in provenance().items()}
     own = {f"dpexp.resumed.{key}": value for key, value in found.items() if not key.startswith("source.")}

@@ -17,12 +17,12 @@ from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import database
 from dpexp.tracking.job_folder import (
-    ERROR,
+    ERROR_TAG,
     METRICS,
-    OUTPUT,
+    OUTPUT_TAG,
     RECORD,
     RUN,
-    TRIED,
+    TRIED_PREFIX,
     metric_of,
     metrics_by_step,
     read_json,
@@ -81,8 +81,8 @@ def folder_of(client: MlflowClient, run: Run, *names: str) -> Iterator[Path]:
 
 def own_folder(run: Run) -> Path | None:
     """The folder of a run's job, if it is on this machine, and is not that of another run by now."""
-    folder = Path(run.data.tags.get(OUTPUT, ""))
-    if OUTPUT not in run.data.tags or not folder.is_dir():
+    folder = Path(run.data.tags.get(OUTPUT_TAG, ""))
+    if OUTPUT_TAG not in run.data.tags or not folder.is_dir():
         return None
     named = folder / RUN
     return folder if not named.exists() or named.read_text() == run.info.run_id else None
@@ -97,7 +97,7 @@ def _download(client: MlflowClient, run_id: str, folder: Path, patterns: Sequenc
 def output_of(uri: str, run_id: str) -> Path:
     """The folder of a run's job on this machine."""
     _, run = _run(uri, run_id)
-    folder = run.data.tags.get(OUTPUT, "")
+    folder = run.data.tags.get(OUTPUT_TAG, "")
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"the folder {folder} of the MLflow run {run_id} is not on this machine.")
     return Path(folder)
@@ -211,7 +211,7 @@ def _trial(client: MlflowClient, run: Run) -> dict[str, Any]:
         steps = metrics_by_step(folder)
     metrics = {name: value for values in steps.values() for name, value in values.items()} or run.data.metrics
     knob = given.get("calibrate", "noise_multiplier")
-    solved = any(name.startswith(TRIED) for name in metrics)
+    solved = any(name.startswith(TRIED_PREFIX) for name in metrics)
     return {
         "run_id": run.info.run_id,
         "parent_id": tags.get(PARENT_RUN),
@@ -219,7 +219,7 @@ def _trial(client: MlflowClient, run: Run) -> dict[str, Any]:
         "name": run.info.run_name or run.info.run_id,
         "start": run.info.start_time,
         "status": run.info.status,
-        "error": tags.get(ERROR, ""),
+        "error": tags.get(ERROR_TAG, ""),
         "private": tags.get("dpexp.private", ""),
         **{name: tags.get(f"dpexp.{name}") for name in _TAGS},
         "configuration": _configuration(given),

@@ -1,6 +1,6 @@
-"""A job's record: its own folder, which alone counts. A run in MLflow is its mirror (`dpexp.tracking.mirror`).
+"""A job's record: what it says of itself in its own folder, whether it is tracked or not.
 
-A job has a record whether it is tracked or not. Imports no MLflow.
+`dpexp.tracking` says how `Record`, `Run`, `TrackedRun` and `Mirror` go together. Imports no MLflow.
 """
 
 import json
@@ -23,14 +23,14 @@ from dpexp.reporting.run_figures import epsilon_over_rounds
 from dpexp.tracking.job_folder import (
     LEDGER,
     METRICS,
-    OUTPUT,
+    OUTPUT_TAG,
     RECORD,
-    START,
+    START_TAG,
     STATUS,
-    TRIED,
-    constants,
+    TRIED_PREFIX,
     exclusive,
     metric_of,
+    metrics_of_figures,
     read_json,
     write_json,
 )
@@ -38,15 +38,19 @@ from dpexp.tracking.provenance import one_line, provenance_of_resume, valid_name
 
 OF_THE_START = ("name", "start", "params", "configuration", "data")  # facts that stay when a job is resumed
 _MAX_DESCRIPTION = 5000  # characters
-# Their messages quote no record
+# The messages of their errors quote no training record.
 _OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "lightning")
 
 
 class Record:
-    """What a job says of itself, in its folder; of a round nothing but its metrics, and no time.
+    """The files in which a job says what it is, what it measured and how it ended.
 
-    `run.json` has name, tags, parameters, the store, and the names of files that are closed; each line of
-    `metrics.jsonl` a step and its metrics; `status.json` how the job ended.
+    - `run.json`: its name, tags, parameters and store, and the names of files that are closed.
+    - `metrics.jsonl`: in each line a step and its metrics. A step is the number of completed rounds; of metrics whose
+      names begin with "tried", it is the number of an attempt of the calibration.
+    - `status.json`: how it ended, and when.
+
+    No time of a round is written: its duration depends on the size of its sample, which is private.
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
@@ -57,13 +61,13 @@ class Record:
         write_json(folder / RECORD, facts)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Adds a line; its place is the only time that MLflow will show."""
+        """Adds a line to `metrics.jsonl`. It has no time: MLflow will show its place in the file instead."""
         row = {"step": step, "metrics": {valid_name(name): float(value) for name, value in values.items()}}
         with (self.folder / METRICS).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def add(self, *files: str, tags: Mapping[str, str] | None = None, **facts: Any) -> None:
-        """Adds the names of closed files, tags, and other facts; a mirror with the same `facts` has them, too."""
+        """Adds the names of closed files, tags, and other facts. A mirror shares `facts`, and sends them too."""
         self.facts |= facts | {"files": [*self.facts["files"], *files], "tags": self.facts["tags"] | (tags or {})}
         write_json(self.folder / RECORD, self.facts)
 
@@ -78,11 +82,12 @@ class Record:
             figure = "epsilon" if query.noise == "laplace" else "mu"
             figures[f"preprocessing/{valid_name(query.name)}/{figure}"] = 1 / round_.z(plan.adjacency)
         if (solved := plan.calibration) is not None:
+            # A calibrated noise, sampling rate or number of rounds stands there already, as the plan has it.
             figures.setdefault(metric_of(solved.knob), solved.value)
             for step, (value, cost) in enumerate(solved.trace):
-                self.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
+                self.metrics({f"{TRIED_PREFIX}{solved.knob}": value, f"{TRIED_PREFIX}{solved.target}": cost}, step)
         planned = epsilon(plan.ledger(), self.facts["delta"], self.facts["accountants"][0])
-        self.metrics({"epsilon_planned": planned} | constants(figures), 0)
+        self.metrics({"epsilon_planned": planned} | metrics_of_figures(figures), 0)
 
     def add_result(self, result: Mapping[str, Any]) -> None:
         """Writes the final figures of `result.json`."""
@@ -95,11 +100,17 @@ class Record:
         released = result.get("preprocessing", {})
         for name, entries in released.items():
             found |= {f"{valid_name(name)}/{k}": entry for k, entry in enumerate(entries)}
-        self.metrics(values | constants(found), result["rounds"])
+        self.metrics(values | metrics_of_figures(found), result["rounds"])
         self.add("result.json", "audit.png", "released.png", *(f"{name}.png" for name in released))
 
     def add_model(self, tags: Mapping[str, str], rounds: int, register: str | None) -> None:
-        """Adds the model's files; `register`: the name in the registry under which it becomes a version, or None."""
+        """Adds the model's files, and what its entry in MLflow gets.
+
+        Args:
+            tags: of the model.
+            rounds: after how many of them it is.
+            register: the name in the model registry under which it becomes a version, or None.
+        """
         self.add(
             "weights.safetensors", "card.md", "adapter", "generated.txt", "mlflow_model",
             tags={"mlflow.note.content": card_of(self.folder)},
@@ -128,7 +139,7 @@ class Record:
 
 
 class Run(Protocol):
-    """The run of a store that mirrors a record while the job trains."""
+    """A run in a store that mirrors a record while the job trains."""
 
     run_id: str
     address: str
@@ -145,7 +156,7 @@ def recorded(
     folder: Path,
     facts: dict[str, Any],
     resumes: bool,
-    run_of: Callable[[dict[str, Any]], Run] | None,
+    start_run: Callable[[dict[str, Any]], Run] | None,
     stopped_by: Callable[[], str],
 ) -> Iterator[tuple[Record, Run | None]]:
     """Records a job, which ends FINISHED, FAILED, or, after an interrupt (Ctrl-C, SIGTERM), KILLED.
@@ -153,21 +164,22 @@ def recorded(
     Args:
         facts: see `dpexp.commands.description.facts`.
         resumes: goes on with the record in the folder.
-        run_of: starts the run that mirrors a record with such facts; None: there is none.
+        start_run: starts the run that mirrors a record with these facts; None: the job is not tracked.
         stopped_by: names the signal that interrupted the job.
     """
     with exclusive(folder):
-        facts["tags"][OUTPUT] = str(folder.resolve())
+        facts["tags"][OUTPUT_TAG] = str(folder.resolve())
         earlier = read_json(folder / RECORD) if resumes else {}
         if earlier:
-            now = provenance_of_resume() | {OUTPUT: facts["tags"][OUTPUT]}
+            now = provenance_of_resume() | {OUTPUT_TAG: facts["tags"][OUTPUT_TAG]}
             kept = {name: earlier[name] for name in OF_THE_START if name in earlier}
             facts = facts | kept | {"tags": earlier["tags"] | now}
-        facts["tags"][START] = secrets.token_hex(8)
-        facts["starts"] = [*earlier.get("starts", ()), facts["tags"][START]]
-        # Before the run has this start, which would otherwise make this folder look like an earlier copy.
+        facts["tags"][START_TAG] = secrets.token_hex(8)
+        facts["starts"] = [*earlier.get("starts", ()), facts["tags"][START_TAG]]
+        # The folder gets the number of this start before the run does. If the job is killed in between, the run has an
+        # older number, which the folder has, too. Otherwise the folder would look like an earlier copy of its job.
         record = Record(folder, facts)
-        run = run_of(facts) if run_of else None
+        run = start_run(facts) if start_run else None
         (folder / STATUS).unlink(missing_ok=True)  # of a job that is resumed
         if run:
             run.follow()
@@ -180,7 +192,7 @@ def recorded(
             raise
         except Exception as error:
             reason = published_error(error, folder)
-            error.tracked = True  # type: ignore[attr-defined]
+            error.tracked = True  # type: ignore[attr-defined]  # so that dpexp.__main__ creates no second failed run
             raise
         finally:
             try:
@@ -192,9 +204,13 @@ def recorded(
 
 
 class MetricsLogger(pl.loggers.logger.Logger):
-    """Sends Lightning's metrics, except its epoch count, at the number of completed rounds, and nothing else.
+    """A Lightning logger that sends metrics and nothing else, without the epoch that Lightning adds to them.
 
-    Lightning logs validation one step early; accuracy and ε must have the same step to be charted together.
+    Their step is the number of completed rounds. Lightning's own step of a validation is one less; accuracy and ε must
+    have the same step to be charted together.
+
+    Args:
+        send: is called with metrics and their step.
     """
 
     rounds: Callable[[], int] | None = None
@@ -223,7 +239,7 @@ class MetricsLogger(pl.loggers.logger.Logger):
 
 
 class _NoExperiment:
-    """What hooks get as `self.logger.experiment`: every attribute of it is refused."""
+    """What hooks of a module get as `self.logger.experiment`: every attribute of it is refused."""
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(f"self.logger.experiment.{name}: what it writes is not accounted; log values by self.log.")
@@ -236,9 +252,9 @@ def card_of(folder: Path) -> str:
 
 
 def published_error(error: Exception, folder: Path) -> str:
-    """The text of an error for the server: all of a `ConfigError` by dpexp; type and place of any other.
+    """The text of an error for the server: the message of a `ConfigError` by dpexp; of other errors, type and place.
 
-    The message of another error may quote a record: it is written to `error.txt` in the job's folder.
+    The message of another error may quote a training record. It is written to `error.txt` in the job's folder.
     """
     root = root_of(error)
     if isinstance(error, ConfigError) and is_own(error) and type(root).__module__.partition(".")[0] in _OWN_PACKAGES:

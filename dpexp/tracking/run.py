@@ -1,4 +1,4 @@
-"""A training job's run in MLflow, which mirrors its record while it trains."""
+"""A training job's run in MLflow, which mirrors its record while it trains (see `dpexp.tracking`)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,19 +14,21 @@ from dpexp.config import Tracking
 from dpexp.errors import ConfigError
 from dpexp.reporting.terminal import print_missed
 from dpexp.tracking.client import address, create_run, end_dead_runs, open_store
-from dpexp.tracking.job_folder import ERROR, RUN
-from dpexp.tracking.mirror import Mirror, begun, concluded, created, earlier_run
+from dpexp.tracking.job_folder import ERROR_TAG, RUN
+from dpexp.tracking.mirror import Mirror, begin_job_run, conclude_job_run, create_job_run, earlier_run
 from dpexp.tracking.provenance import one_line, without_passwords
 from dpexp.tracking.record import published_error
 from dpexp.tracking.registered_model import check_name
 
 
 class TrackedRun:
-    """A started job's run. Errors of the tracking server after the start never reach the training.
+    """A job's run in MLflow, from the start of the job to its end.
+
+    If it cannot be started, the job is refused. After the start, no error of the tracking server reaches the training.
 
     Args:
-        store: where it is.
-        folder: that of the job.
+        store: the store that the run is in.
+        folder: the job's folder.
         planned: the most that the job will have released at its end; None if it is not private.
         resumes: goes on with the run that the job has, if the store still has it.
         register: a name in the model registry, or None.
@@ -51,10 +53,10 @@ class TrackedRun:
             end_dead_runs(client, experiment_id)
             earlier = earlier_run(client, folder, facts) if resumes else None
             if earlier is None:
-                begin = partial(created, client, experiment_id, facts, folder)
+                begin = partial(create_job_run, client, experiment_id, facts, folder)
             else:
                 begin = partial(_reopen, client, earlier, facts["tags"])
-            self.run_id = begun(self._uri, client, facts, folder, begin, planned, earlier)
+            self.run_id = begin_job_run(self._uri, client, facts, folder, begin, planned, earlier)
             (folder / RUN).write_text(self.run_id)
             self._mirror = Mirror(client, self.run_id, folder, facts)
         except (MlflowException, OSError) as error:
@@ -67,9 +69,9 @@ class TrackedRun:
         self._mirror.follow()
 
     def end(self, said: Mapping[str, Any]) -> None:
-        """Waits for the server to get the rest."""
+        """Waits for the server to get the rest; a killed job waits two seconds, others twenty."""
         if self._mirror.close(said, patience=2.0 if said["status"] == "KILLED" else 20.0):
-            concluded(self._uri, self._client, self._facts, self.run_id, self._folder)
+            conclude_job_run(self._uri, self._client, self._facts, self.run_id, self._folder)
         if self._mirror.missed is not None:
             print_missed(self._mirror.missed, self._folder)
 
@@ -78,8 +80,8 @@ def _reopen(client: MlflowClient, run: Run, tags: Mapping[str, str]) -> str:
     run_id: str = run.info.run_id
     client.log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])  # with the process that it runs in now
     client.update_run(run_id, status="RUNNING")
-    if ERROR in run.data.tags:
-        client.delete_tag(run_id, ERROR)
+    if ERROR_TAG in run.data.tags:
+        client.delete_tag(run_id, ERROR_TAG)
     return run_id
 
 
@@ -87,5 +89,5 @@ def record_failure(store: Tracking, name: str, tags: Mapping[str, str], error: E
     """Creates a FAILED run for a trial of a sweep whose training never started."""
     client, experiment_id = open_store(store)
     reason = published_error(error, folder)
-    run_id = create_run(client, experiment_id, {**tags, ERROR: reason}, run_name=name)
+    run_id = create_run(client, experiment_id, {**tags, ERROR_TAG: reason}, run_name=name)
     client.set_terminated(run_id, "FAILED")

@@ -17,7 +17,7 @@ from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import Best, compact, summary, trained
 from dpexp.reporting.sweep_figures import ROUND, figures_of
 from dpexp.tracking.client import MAX_PARAMS, address, create_run, end_dead_runs, open_store, set_view
-from dpexp.tracking.job_folder import LEDGER, OUTPUT, constants, write_json
+from dpexp.tracking.job_folder import LEDGER, OUTPUT_TAG, metrics_of_figures, write_json
 from dpexp.tracking.mirror import shown
 from dpexp.tracking.provenance import HOST, MAX_NAME, PARENT, provenance, provenance_of_resume
 from dpexp.tracking.read import folder_of, own_folder, search, trials
@@ -80,7 +80,7 @@ class SweepRun:
         ledgers, missing, not_private = {}, [], []
         children = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
         for run in search(self._client, [self._experiment], children, ViewType.ALL):
-            folder, private = run.data.tags.get(OUTPUT), run.data.tags.get("dpexp.private", "")
+            folder, private = run.data.tags.get(OUTPUT_TAG), run.data.tags.get("dpexp.private", "")
             trains = run.data.params.get("train", "True") == "True"
             if folder is None or not trains or private.startswith("no: trained without"):
                 continue
@@ -108,8 +108,17 @@ class SweepRun:
         self, frame: DataFrame, tops: Mapping[str, Best], costs: Mapping[str, float], lines: Sequence[str],
         status: str, output: Path,
     ) -> list[str]:  # fmt: skip
-        """Logs the best accuracy, the costs of choosing, and the trials' tables and figures, which are in the sweep's
-        folder, too, and ends the run; one whose trials have all finished has the parameters that they share.
+        """Writes tables and figures of the trials into the sweep's folder, logs them and its costs, and ends the run.
+
+        If all trials have finished, the run also gets the parameters that they share.
+
+        Args:
+            frame: one row per trial.
+            tops: the best configurations.
+            costs: ε of choosing among the trials, by type of claim.
+            lines: the description of the run.
+            status: FINISHED, FAILED or KILLED.
+            output: the sweep's folder.
 
         Returns:
             Why figures are not drawn.
@@ -119,7 +128,7 @@ class SweepRun:
             shared = [Param(key, value) for key, value in sorted(set(params[0]).intersection(*params[1:]))]
             for some in chunk_list(shared, MAX_PARAMS):
                 self._client.log_batch(self.run_id, params=some)
-        metrics = constants({f"selection/{key}": value for key, value in costs.items()})
+        metrics = metrics_of_figures({f"selection/{key}": value for key, value in costs.items()})
         if [*tops] == [""]:  # accuracies at different costs are in the summary
             top = tops[""].row
             best = {name: shown(name, top[name]) for name in ("test_accuracy", "epsilon")}

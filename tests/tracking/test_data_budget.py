@@ -24,7 +24,7 @@ from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 from dpexp.tracking import data_budget
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in, lock_of
-from dpexp.tracking.job_folder import LEDGER, OUTPUT, PLANNED_LEDGER, START
+from dpexp.tracking.job_folder import LEDGER, OUTPUT_TAG, PLANNED_LEDGER, START_TAG
 from dpexp.tracking.mirror import earlier_run
 
 __all__ = ["run_on", "store"]  # fixtures
@@ -145,13 +145,13 @@ def test_a_copy_of_a_jobs_folder_is_not_resumed_as_the_job(run_on):
     output = run_on(count=3)
     copy = output.with_name(f"{output.name} copy")
     shutil.copytree(output, copy)
-    run_on.client.set_tag(run_on.id(output), OUTPUT, str(output))
+    run_on.client.set_tag(run_on.id(output), OUTPUT_TAG, str(output))
     first = {"starts": ["a"]}
     assert earlier_run(run_on.client, output, first).info.run_id == run_on.id(output)
     assert earlier_run(run_on.client, copy, first) is None
     shutil.rmtree(output)  # or another machine
     assert earlier_run(run_on.client, copy, first).info.run_id == run_on.id(copy)
-    run_on.client.set_tag(run_on.id(copy), START, "b")  # which went on elsewhere since
+    run_on.client.set_tag(run_on.id(copy), START_TAG, "b")  # which went on elsewhere since
     assert earlier_run(run_on.client, copy, first) is None
     assert earlier_run(run_on.client, copy, {"starts": ["a", "b"]}).info.run_id == run_on.id(copy)
 
@@ -267,7 +267,8 @@ def test_a_killed_job_counts_as_its_plan_until_it_is_resumed(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
     (run,) = store_of(tmp_path).search_runs(["1"])
-    may_change = {"dpexp.pid", START, COUNTS_AS, "mlflow.note.content", *(t for t in run.data.tags if "resumed" in t)}
+    resumed_tags = {tag for tag in run.data.tags if "resumed" in tag}
+    may_change = {"dpexp.pid", START_TAG, COUNTS_AS, "mlflow.note.content"} | resumed_tags
     changed = {tag for tag, _ in run.data.tags.items() ^ began.data.tags.items()} - may_change
     assert not changed and run.data.tags["dpexp.resumed.command"] == f"dpexp resume {folder}"
     assert len(read_ledger(folder / PLANNED_LEDGER)) == 5

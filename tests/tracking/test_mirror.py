@@ -12,7 +12,7 @@ from dpexp.tracking import mirror as module
 from dpexp.tracking import record
 from dpexp.tracking.client import open_store
 from dpexp.tracking.job_folder import read_json
-from dpexp.tracking.mirror import Mirror, created, shown
+from dpexp.tracking.mirror import Mirror, create_job_run, shown
 from dpexp.tracking.record import Record
 
 
@@ -47,7 +47,7 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         data = {"name": "digits", "digest": "n=1", "source_type": "code", "source": "{}"}
         facts = {"name": "job", "start": start, "tags": {"t": "x"}, "params": {}, "data": data, "files": []} | OTHERS
-        self.folder, self.client, self.run_id = folder, client, created(client, experiment, facts, folder)
+        self.folder, self.client, self.run_id = folder, client, create_job_run(client, experiment, facts, folder)
         self.mirror, self.record = Mirror(client, self.run_id, folder, facts), Record(folder, facts)
 
     def mirror_later(self):

@@ -15,7 +15,7 @@ from test_data_budget import kill_before, kill_in_round
 from dpexp.__main__ import main
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.tracking.data_budget import COUNTS_AS, costs_in
-from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN, START, exclusive
+from dpexp.tracking.job_folder import LEDGER, PLANNED_LEDGER, RUN, START_TAG, exclusive
 from dpexp.tracking.mirror import shown
 
 QUICK = (
@@ -226,7 +226,7 @@ def test_a_copy_from_before_the_job_went_on_elsewhere_takes_nothing_back(tmp_pat
     """It went on for rounds that no store knows: its plan counts, and the copy's ledger is the one in MLflow."""
     folder = tracked_job(tmp_path / "job", "data.id=digits")
     client, run_id = store_of(tmp_path), (folder / RUN).read_text()
-    for tag, value in {"dpexp.pid": "1", "dpexp.host": "far", START: "5a", COUNTS_AS: PLANNED_LEDGER}.items():
+    for tag, value in {"dpexp.pid": "1", "dpexp.host": "far", START_TAG: "5a", COUNTS_AS: PLANNED_LEDGER}.items():
         client.set_tag(run_id, tag, value)
     with pytest.raises(SystemExit, match=r"is an earlier copy of its job, whose run .* went on in process 1 of far"):
         mirror(monkeypatch, folder)

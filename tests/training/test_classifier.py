@@ -132,6 +132,7 @@ def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
     cfg = compose("sampling.epochs=400", "privacy.noise_multiplier=10")
     module = Classifier(nn.Linear(3, 2), torch.optim.SGD)
     made = plan(cfg)
+    cfg.rounds = made.rounds
     learning_rate = add_optimizer(cfg, module, made)
     (group,) = module.configure_optimizers().param_groups
     assert group["lr"] == learning_rate == noisy_learning_rate(SGD, made.rounds, made.gradient_norm)
