@@ -1,6 +1,6 @@
-"""Sampling policies, one class in one file each (paper, section 5). To add one, add its file, a line here and a YAML.
+"""Sampling policies, one class in one file each (arXiv 1812.06210, section 5).
 
-What the classes share is in `policy`.
+To add one, add its file, a line here and a YAML. What the classes share is in `policy`.
 """
 
 from functools import lru_cache
