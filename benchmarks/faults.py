@@ -111,7 +111,7 @@ FAULTS = [
     fault("Gram matrices without their error", ROUNDING,
           "squared = _at_least_zero(total) + _SLACK * error + T**2 * lost\n    added = T",
           "squared = _at_least_zero(total)\n    added = 0 * T", "norms factors -k 'contributes or cancelling'"),
-    fault("scales are left out of the norm", MECHANISM, "_over(one, part.alpha, 2)", "_over(one, 1.0, 2)",
+    fault("scales are left out of the norm", MECHANISM, "_over_square(one, part.alpha)", "_over_square(one, 1.0)",
           "clipped_sums -k float64_equals"),
     fault("a parameter's uses are clipped without cross terms", "privacy/gradients/layer_gradients.py",
           "index[:, :, None] == self.index[:, None, :], self.g)",

@@ -286,7 +286,7 @@ class Fit:
         for position, parts in self.samples.sample(engine.device):
             if position.first:
                 sampling = self.plan.at_round(done).sampling
-                self._ledger.sample(event_of(sampling, self.plan.n, position.epoch + self._lost))
+                self._ledger.sample(event_of(sampling, self.plan.n, position.first_round + self._lost))
                 engine.begin(done)
             for records in parts:
                 if isinstance(records, FailedRecord):

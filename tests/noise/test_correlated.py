@@ -79,7 +79,7 @@ def drawn(sampler):
             row = torch.zeros(sampler.size, dtype=torch.long)
             row[rows] = 1
             seen.append(row)
-            assert chunk.epoch == 0, "one block, as long as the job runs"
+            assert chunk.first_round == 0, "one block, as long as the job runs"
             sampler.completed += 1
     return torch.stack(seen)
 

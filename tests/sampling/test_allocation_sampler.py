@@ -96,7 +96,7 @@ def test_an_epoch_is_drawn_together_and_the_next_one_anew():
     for epoch in (0, 6):
         rounds, began = [], set()
         for rows in run:
-            began.add(run.pending[0].epoch)
+            began.add(run.pending[0].first_round)
             run.completed += run.pending.popleft().last
             rounds += rows
         assert began == {epoch} and run.completed == epoch + 6

@@ -180,9 +180,9 @@ def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
     assert run.completed == 10
     run.completed = 14
     _, chunks = samples(run)
-    assert {chunk.epoch for _, chunk in chunks} == {14} and run.completed == 20
+    assert {chunk.first_round for _, chunk in chunks} == {14} and run.completed == 20
     _, chunks = samples(run)
-    assert {chunk.epoch for _, chunk in chunks} == {20} and run.completed == 30
+    assert {chunk.first_round for _, chunk in chunks} == {20} and run.completed == 30
 
 
 def test_a_resumed_shuffled_epoch_has_samples_of_the_sizes_that_its_events_say():
@@ -193,7 +193,7 @@ def test_a_resumed_shuffled_epoch_has_samples_of_the_sizes_that_its_events_say()
         rounds, chunks = samples(run)
         assert [len(sample) for sample in rounds] == [5, 5, 3][completed % 3 :]
         assert len({i for sample in rounds for i in sample}) == sum(map(len, rounds)), "disjoint"
-        assert {chunk.epoch for _, chunk in chunks} == {completed}
+        assert {chunk.first_round for _, chunk in chunks} == {completed}
 
 
 @pytest.mark.parametrize(
