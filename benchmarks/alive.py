@@ -150,13 +150,13 @@ def private(model: nn.Module, records: Sequence[Tensor], group: str) -> tuple[in
     chunk = Chunk.of(TrainingStep.of(loss, model), [t[:, None] for t in records], size)
     one = trace_one(step.alone.parameters, chunk, step.alone.values)
     lifted, clip = Lifted(one), step._clip
-    clip_norms, k = clip.clip_norms((), records[0].device), len(one.specs)
+    bounds, k = clip.bounds((), records[0].device), len(one.specs)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [*one.inputs.tensors(), clip_norms, torch.ones(size, dtype=torch.bool), *chunk.tensors]
+    inputs = [*one.inputs.tensors(), bounds, torch.ones(size, dtype=torch.bool), *chunk.tensors]
     given = [fake.from_tensor(t.detach(), static_shapes=True) for t in inputs]
 
     def run(inputs: list[Tensor]) -> dict[str, Tensor]:
-        return clip.of(lifted(inputs[:k], inputs[k + 2 :]), inputs[k], inputs[k + 1], one.draws)
+        return clip.clipped_sums(lifted(inputs[:k], inputs[k + 2 :]), inputs[k], inputs[k + 1], one.draws)
 
     with torch.no_grad(), fake:
         graph = graphs.trace(run, given, k, one.draws)

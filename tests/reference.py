@@ -104,7 +104,7 @@ def sums_of(engine, loss_of, batch, chunk=None, t=0):
         for start in range(0, size, chunk or size):
             some = rows_of(batch, slice(start, start + (chunk or size)))
             engine.add_chunk(loss_of, stacked(some), len(tree_leaves(some)[0]))
-    engine.end()
+    engine.raise_if_none_contributed()
     sums = engine._clip.zeros() | engine._sums
     return {name: sums[name].clone() for name in trained_in(engine._module)}
 

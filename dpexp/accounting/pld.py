@@ -19,15 +19,15 @@ with approximate cumulants (`dpexp.accounting.pld_numerics`), which decide nothi
 3. ε is read off the composed loss. (If δ is asked for, ε is given.)
 4. The search ends if no composition would give a better answer (`_is_final`), or if the bound is `enough`: one that
    another direction exceeds already.
-5. If ε is not inside the window, θ is divided by 8, which widens the window.
+5. If ε is not inside the window, or is lost in rounding errors, the tilt is too large, and θ is divided by 8.
 6. Otherwise ε gives a better θ and a better step h. If those in use are as good, the search ends. Else the losses are
    composed again, at most 8 times in all.
 
 | Case | Answer |
 |---|---|
-| ε below the smallest loss of the grid | δ = 1 |
+| ε below the smallest loss of the grid | δ = 1; then a level nearer to 1 is tried |
 | ε above the largest one | δ is the mass of the infinite loss |
-| no ε of the grid has that δ | infinity; the caller has ε without sampling, which is finite |
+| no ε of the grid has that δ | infinity, in place of which `ComposedLoss` has ε without sampling |
 | a direction whose largest loss is at most ε of the other direction | it is not composed |
 | δ below e^-693 | the first composition is the answer |
 
@@ -251,7 +251,7 @@ class _Direction:
         return loss
 
     def _is_final(self, loss: PrivacyLoss, epsilon: float, log_delta: float) -> bool:
-        """Whether no other tilt, window or grid would give a better ε or δ than this loss."""
+        """Whether no other tilt, window or grid for δ of this level would give a better answer than this loss."""
         below_the_grid = epsilon <= 0 or epsilon < loss.lowest
         at_lowest_level = self._level(log_delta) == _LOWEST_LEVEL
         # Infinite losses of single rounds have more mass than δ, in whatever window: no finite ε has this δ.
@@ -298,15 +298,13 @@ def compose(
         h: the largest step of the grid.
         log_lost: logarithm of the mass that may be counted as infinite loss.
     """
+    # The grid
     rounds, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
     smallest, largest = cumulants.range
     lowest = np.maximum((at.logs - 40) / theta, smallest)  # below it, the tilted mass is negligible
-    farthest_in_window = max(abs(window.low), abs(window.high))
-    h_that_fits_memory = max(window.width / _MAX_POINTS, float((largest - lowest).max()) / MAX_CELLS)
-    h = max(min(h, window.width / _MIN_POINTS), h_that_fits_memory, 2.0**-40 * farthest_in_window)
-    spread = 4 * h * math.sqrt(rounds)  # rounding to the grid hardly ever moves the sum further
-    first = max(math.floor((window.low - spread) / h), math.floor((at.mean - 650 / theta) / h) + 1)
-    size = next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
+    h, first, size = _grid(window, at.mean, h, rounds, widest=float((largest - lowest).max()))
+
+    # The tilted masses of each round, and their convolution
     convolution = Convolution(size)
     log_moment = 0.0  # log ΠM, of the tilt θ
     log_moment_above = 0.0  # the same of the tilt `steep`, for Chernoff's bound
@@ -329,6 +327,8 @@ def compose(
             farthest_of_round = max(abs(losses[0]), abs(losses[-1]))
             exponents += counts[r] * (1000 + max(theta, window.steep) * farthest_of_round + abs(moment))
         convolution.add(starts, tilted, counts[rows])
+
+    # The composed masses, no longer tilted, with their error and what counts as infinite loss
     losses = h * (first + np.arange(size))
     farthest = max(abs(losses[0]), abs(losses[-1]), abs(at.mean))
     slack = 4 * (exponents + max(theta, window.steep) * farthest + 1000 + size) * _ULP
@@ -340,6 +340,21 @@ def compose(
     with np.errstate(over="ignore"):
         infinite = float(np.exp(math.log(infinite) - scale)) if infinite else 0.0
     return PrivacyLoss(h, first, mass * untilt, infinite, error * _norm(theta, h, size) * untilt, scale, certain)
+
+
+def _grid(window: Window, mean: float, h: float, rounds: float, widest: float) -> tuple[float, int, int]:
+    """The step, the first point (as a multiple of the step) and the number of points of the composed losses.
+
+    Args:
+        mean: of the tilted loss; points 650/θ below it would overflow when they are no longer tilted.
+        h: the largest step; it is exceeded where the arrays would not fit in memory, or points have no digits left.
+        widest: the largest range of the losses of a single round.
+    """
+    least = max(window.width / _MAX_POINTS, widest / MAX_CELLS, 2.0**-40 * max(abs(window.low), abs(window.high)))
+    h = max(min(h, window.width / _MIN_POINTS), least)
+    spread = 4 * h * math.sqrt(rounds)  # rounding to the grid hardly ever moves the sum further
+    first = max(math.floor((window.low - spread) / h), math.floor((mean - 650 / window.theta) / h) + 1)
+    return h, first, next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
 
 
 def _normalized(log_mass: Array) -> tuple[Array, float]:

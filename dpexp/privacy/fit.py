@@ -260,7 +260,7 @@ class Fit:
             with own_randomness(engine.device, samples.randomness) if is_random else nullcontext():
                 sample_digest = self._add_chunks(step)
         with self.processes.fail_together():
-            engine.end()
+            engine.raise_if_none_contributed()
         if not self.processes.is_single:
             self.processes.assert_equal(
                 plan=digest_of_plan(engine.current_plan), step=step_digest, sample=sample_digest,

@@ -10,7 +10,7 @@ import torch
 from dpexp._lightning_compat import pl
 from dpexp.privacy import refusals
 from dpexp.privacy.door import Door, later_settings
-from dpexp.privacy.gradients.training_step import TrainingStep, drop
+from dpexp.privacy.gradients.training_step import TrainingStep, log_privately
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.round import PrivateRound
@@ -35,7 +35,7 @@ class LightningDoor(Door):
     def mute(self) -> None:
         """Replaces the module's `log` until `unmute`: hooks drop what they log, as the stand-ins on which
         `training_step` runs do. Metrics that it updates are empty here."""
-        self._module.log = partial(drop, self.logged)  # type: ignore[method-assign]
+        self._module.log = partial(log_privately, self.logged)  # type: ignore[method-assign]
 
     def log_released(self, name: str, value: float, **options: Any) -> None:
         """Logs a released or unsafe value of the muted module."""

@@ -60,7 +60,7 @@ from dpexp.privacy.plan.clipping import ClipRule, unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group
 
 # What is taken from S for rounding, relative to it: c, c·g and c·g·x are each rounded by one unit, S and c by one of
-# float64. The thousandths are for the products of these errors (the end of the docstring of `norms.py`).
+# float64. The thousandths are for the products of these errors (*The margin of S* in `norms.py`).
 MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}
 _MIN_FACTOR = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
 _MAX_FACTOR = {torch.float32: 2.0**30, torch.float64: 2.0**100}

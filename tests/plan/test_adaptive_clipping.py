@@ -61,7 +61,7 @@ def carried_out(plan, net, path, rounds):
         ledger.sample(event_of(plan.at_round(t).sampling, N, 0))
         engine.begin(t)
         engine.add_chunk(loss_of, data(), B)
-        engine.end()
+        engine.raise_if_none_contributed()
         now, released = engine.current_plan, engine.release(ledger)
         yield now, released, bounds.update(released[value_key(UNCLIPPED)])
     ledger.close()

@@ -66,7 +66,7 @@ def sums(folder, batch, mode, loss_of=step, engine=None):
     ledger.sample(event_of(plan.at_round(0).sampling, N, 0))
     engine.begin(0)
     engine.add_chunk(loss_of, batch, len(batch[0]))
-    engine.end()
+    engine.raise_if_none_contributed()
     assert engine.step.mode == mode
     return {name: 0.1 * N * average for name, average in engine.release(ledger).items()}
 

@@ -72,7 +72,7 @@ def released(engine, path, batch, loss_of, rounds=1):
         ledger.sample(event_of(plan.at_round(t).sampling, plan.n, 0))
         engine.begin(t)
         engine.add_chunk(lambda _, one: loss_of(one), batch, len(batch[0]))
-        engine.end()
+        engine.raise_if_none_contributed()
         averages = engine.release(ledger)
     ledger.close()
     return {name: average * Q * N for name, average in averages.items()}
@@ -268,7 +268,7 @@ def test_the_standard_deviation_of_an_estimate(tmp_path):
     for t in range(400):
         ledger.sample(event_of(plan.sampling, N, 0))
         engine.begin(t)
-        engine.end()
+        engine.raise_if_none_contributed()
         metrics = estimates.add(engine.current_plan, t + 1, engine.release(ledger))
     ledger.close()
     assert set(estimates.history) == {"a/0", "a/1", "b"}

@@ -328,7 +328,7 @@ class Job:
                 for _, parts in rounds.sample(torch.device("cpu")):
                     for part in parts:
                         self.add(part)
-                self.engine.end()
+                self.engine.raise_if_none_contributed()
                 total = [self.engine._sums.get(name, torch.zeros(1)) for name in self.engine.parameters]
                 found.append(torch.cat([one.flatten().double() for one in total]))
                 rounds.sampler.completed += 1
