@@ -19,6 +19,7 @@ composes all of them:
 | a ledger without rounds | ε = 0 and δ = 0 |
 | δ below 1e-300, or not below 1 | ConfigError |
 | the accountant does not cover the ledger's policy, adjacency or noise | ConfigError |
+| samples of fixed size | `rdp` is a bound at integer orders, or ε without sampling (`FixedSizeRdpAccountant`) |
 | every release is Gaussian and on all records | `pld` is exact (`composition.GaussianMechanism`) |
 | more than 2^28 rounds, each a `poisson` or `laplace` release | `pld` is `rdp`, which is tighter there |
 | the bound of `pld` exceeds the cost without sampling | ε is the latter |

@@ -66,6 +66,7 @@ def event_of(policy: Policy, n: int, first: int | None = None) -> SamplingEvent:
     """The event of a sample by a policy at its rate, as its ledger's readers will see it.
 
     Args:
-        n: published number of records; first: the first round of those that are drawn with it.
+        n: published number of records.
+        first: the first round of those that are drawn with it.
     """
     return sampling_event(**SamplingEvent(policy, n, first if policy.drawn_with else None).facts())
