@@ -13,7 +13,7 @@ default it is 1. It multiplies c_i after clipping, so that it never makes a reco
 |---|---|
 | zero vector: norm 0 | c = w rule(0), at most 2^30 in float32; zero is added |
 | S larger than every norm | `Abadi`: the vectors as they are, but for rounding where a norm is next to S |
-| infinite or NaN norm | c = 0, and its row is set to zero beforehand (`dpexp.privacy.gradients.clipped_sums`) |
+| infinite or NaN norm | c = 0, and its row is set to zero or replaced (`dpexp.privacy.gradients.graphs`) |
 | the rule returns more than S / norm, or infinity | c = w S / norm |
 | the rule returns a number below 0, or NaN | c = 0 |
 | c below 2^-100 in float32, 2^-900 in float64 | c = 0 |

@@ -11,7 +11,7 @@ is in one of them, so an epoch costs as much as its round with the smallest z wo
 | the training set does not hold exactly n records | refused: batch sizes must be public |
 | a record is added or removed | not covered; replacing or nulling one is |
 
-Read next: `random_allocation` (disjoint samples that are amplified).
+Read next: `random_allocation` (the rounds of an epoch with amplification).
 """
 
 import math
