@@ -27,7 +27,7 @@ from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.gradients.two_runs import two_runs
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.groups import flat, per_layer
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 GROUPS = {"flat": flat(), "per_layer": per_layer()}
 VOCABULARY, HEAD_DIM, RANK, MIB = 1000, 64, 8, 2**20
@@ -146,7 +146,7 @@ def private(model: nn.Module, records: Sequence[Tensor], group: str) -> tuple[in
         model, n=size, sampling=FullBatch(steps=2),
         target=Target(noise_multiplier=1.0), clipping=Clipping(group=GROUPS[group]),
     )  # fmt: skip
-    step = PrivateRound(plan, model, GaussianNoise()).step
+    step = RoundEngine(plan, model, GaussianNoise()).step
     chunk = Chunk.of(TrainingStep.of(loss, model), [t[:, None] for t in records], size)
     one = trace_one(step.alone.parameters, chunk, step.alone.values)
     lifted, clip = Lifted(one), step._clip

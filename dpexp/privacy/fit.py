@@ -31,7 +31,7 @@ from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import prepare
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricEstimates, say_dropped
-from dpexp.privacy.round import Performance, PrivateRound
+from dpexp.privacy.round import Performance, RoundEngine
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.padding import lengths_for
@@ -162,7 +162,7 @@ class Fit:
                 loader, plan, self._max_records, keys.sampling, keys.records, processes, keys.dealing, pad_to
             )
             noise, observe = GaussianNoise(keys.noise), options.unsafe_diagnostics
-            self.engine = PrivateRound(
+            self.engine = RoundEngine(
                 plan, module, noise, observe, progress.adaptive, processes, self._performance(), self.samples.memory
             )
         processes.assert_equal(plan=digest_of_plan(plan), records=self.samples.digest)

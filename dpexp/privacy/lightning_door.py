@@ -13,7 +13,7 @@ from dpexp.privacy.door import Door, later_settings
 from dpexp.privacy.gradients.training_step import TrainingStep, log_privately
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 
 class LightningDoor(Door):
@@ -41,7 +41,7 @@ class LightningDoor(Door):
         """Logs a released or unsafe value of the muted module."""
         type(self._module).log(self._module, name, value, on_step=True, on_epoch=False, **options)
 
-    def log_diagnostics(self, engine: PrivateRound) -> None:
+    def log_diagnostics(self, engine: RoundEngine) -> None:
         """Logs the last sample's size, mean loss, median norms and fractions clipped, all of them not private."""
         observed = engine.observations
         sizes = sum(len(chunk["loss"]) for chunk in observed)

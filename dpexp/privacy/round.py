@@ -1,6 +1,6 @@
 """The engine of all rounds: sums clipped gradients over the chunks of a sample, then releases the sums with noise.
 
-One `PrivateRound` serves a whole job. For each sample it does `begin`, `add_chunk` for each chunk,
+One `RoundEngine` serves a whole job. For each sample it does `begin`, `add_chunk` for each chunk,
 `raise_if_none_contributed` and `release`:
 
     sums = Σ_i c_i v^i over the chunks,   released = (sums + α N(0, σ̃²)) / (q n)   (`dpexp.privacy.mechanism`).
@@ -68,7 +68,7 @@ class Performance:
     low_memory: bool = False
 
 
-class PrivateRound:
+class RoundEngine:
     """Carries out a plan's mechanisms on a module's gradients and on the metrics of its training step.
 
     What a record contributes depends on no other.

@@ -22,7 +22,7 @@ from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveState
 from dpexp.privacy.plan.clipping import Joint, Separate, UniformClipNorm
 from dpexp.privacy.plan.groups import Groups, Match, per_layer, value_key
 from dpexp.privacy.private_metrics import UNCLIPPED
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 Q, N, B = 0.1, 100, 9
 SAMPLING = sampling_event("poisson", Q, N)
@@ -55,7 +55,7 @@ def norms_by_hand(net, x, y):
 def carried_out(plan, net, path, rounds):
     """The releases of rounds on the same sample, the bounds followed and the weights unchanged."""
     bounds = AdaptiveState(plan.adaptive)
-    engine = PrivateRound(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), adaptive_state=bounds)
+    engine = RoundEngine(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), adaptive_state=bounds)
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(rounds):
         ledger.sample(event_of(plan.at_round(t).sampling, N, 0))
@@ -189,7 +189,7 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
     def counts(x, y, name, initial=1e3):
         bound = AdaptiveClipNorm(initial=initial, budget_share=0.1)
         plan = plan_of(net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), clip_norm=bound)
-        engine = PrivateRound(plan, net, GaussianNoise())
+        engine = RoundEngine(plan, net, GaussianNoise())
         ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
         ledger.sample(event_of(plan.sampling, N, 0))
         engine.begin()

@@ -23,7 +23,7 @@ from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, unbounded_clip_factors
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
     before = norms(plan(clipping.FixedClipNorm(1.0)))
     made = plan(clipping.FixedClipNorm({name: 1.01 * float(x.median()) or 1.0 for name, x in before.items()}))
     assert any((x < 1).any() and (x > 1).any() for x in norms(made).values())
-    engine = PrivateRound(made, module, GaussianNoise())
+    engine = RoundEngine(made, module, GaussianNoise())
     assert relative_error(sums_of(engine, cross_entropy, batch), sums_apart(engine, cross_entropy, batch)) < 1e-9
 
 
@@ -201,7 +201,7 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
         module, clip_rule=clip, group=groups.per_layer(), mechanism=clipping.Joint(clipping.DimensionClipNorm(0.3)),
         vectors="parameter", steps=2, schedules={"S": [1.0, 0.3]},
     )  # fmt: skip
-    engine = PrivateRound(plan, module, GaussianNoise())
+    engine = RoundEngine(plan, module, GaussianNoise())
     x = torch.tensor(records, dtype=torch.float64)
     out = data.draw(st.integers(0, len(x) - 1))
     for t in (0, 1):

@@ -20,7 +20,7 @@ from dpexp.privacy.gradients.step import LOOP, TRACED
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.preprocessing_methods import ClassCounts
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.training.classifier import Classifier
 
 B, N, S = 6, 100, 0.5
@@ -52,7 +52,7 @@ def engine_of(mode):
         model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), noise_multiplier=1e-7,
         private_metrics={"loss": {"clip_norm": 9, "budget_share": 0.01}},
     )  # fmt: skip
-    engine = PrivateRound(plan, model, GaussianNoise())
+    engine = RoundEngine(plan, model, GaussianNoise())
     if mode != TRACED:
         engine.step.mode = mode
     return engine

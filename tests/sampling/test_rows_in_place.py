@@ -29,7 +29,7 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.physical_batch import Performance
 from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User
@@ -314,7 +314,7 @@ class Job:
             )
             for policy, (adjacency, options) in POLICIES.items()
         }  # fmt: skip
-        self.engine = PrivateRound(self.plans["poisson"], module, GaussianNoise(), performance=Performance(64, False))
+        self.engine = RoundEngine(self.plans["poisson"], module, GaussianNoise(), performance=Performance(64, False))
 
     def sums(self, train, policy):
         """What each round sums, as one vector; an error ends the job."""
