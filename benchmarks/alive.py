@@ -27,7 +27,7 @@ from dpexp.privacy.gradients.one_record import trace_one
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.gradients.two_runs import two_runs
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 VOCABULARY, HEAD_DIM, RANK, MIB = 1000, 64, 8, 2**20
 
@@ -138,17 +138,17 @@ def private(model: nn.Module, records: Sequence[Tensor]) -> tuple[int, int, int]
     """Bytes of a private pass in one run, and of each of two."""
     size = len(records[0])
     plan = make_plan(model, n=size, sampling=FullBatch(steps=2), target=Target(noise_multiplier=1.0))
-    step = PrivateRound(plan, model, GaussianNoise()).step
+    step = RoundEngine(plan, model, GaussianNoise()).step
     chunk = Chunk.of(TrainingStep.of(loss, model), [t[:, None] for t in records], size)
     one = trace_one(step.alone.parameters, chunk, step.alone.values)
     lifted, clip = Lifted(one), step._clip
-    clip_norms, k = clip.clip_norms((), records[0].device), len(one.specs)
+    bounds, k = clip.bounds((), records[0].device), len(one.specs)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [*one.inputs.tensors(), clip_norms, torch.ones(size, dtype=torch.bool), *chunk.tensors]
+    inputs = [*one.inputs.tensors(), bounds, torch.ones(size, dtype=torch.bool), *chunk.tensors]
     given = [fake.from_tensor(t.detach(), static_shapes=True) for t in inputs]
 
     def run(inputs: list[Tensor]) -> dict[str, Tensor]:
-        return clip.of(lifted(inputs[:k], inputs[k + 2 :]), inputs[k], inputs[k + 1], one.draws)
+        return clip.clipped_sums(lifted(inputs[:k], inputs[k + 2 :]), inputs[k], inputs[k + 1], one.draws)
 
     with torch.no_grad(), fake:
         graph = graphs.trace(run, given, k, one.draws)

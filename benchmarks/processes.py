@@ -37,7 +37,7 @@ from dpexp import Poisson, Target, make_plan
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.privacy import round
 from dpexp.privacy.distributed import Processes, SharedLedger
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.training.classifier import Classifier
 
 N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 1.5, 30.0
@@ -58,7 +58,7 @@ class Witness(pl.Callback):
 POINTS = [
     Point(f"{owner.__name__.rpartition('.')[2]}.{call}", owner, call, when, latest=12)
     for owner, call in (
-        (PrivateRound, "begin"), (PrivateRound, "add_chunk"), (PrivateRound, "release"), (SharedLedger, "commit"),
+        (RoundEngine, "begin"), (RoundEngine, "add_chunk"), (RoundEngine, "release"), (SharedLedger, "commit"),
         (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "reduce_to_main"), (Processes, "broadcast"),
         (round, "add_noise"),
     )

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.plan.groups import per_layer
-from dpexp.privacy.round import Performance, PrivateRound
+from dpexp.privacy.round import Performance, RoundEngine
 
 
 class Tied(nn.Module):
@@ -114,7 +114,7 @@ def engine_of(names, compile, device="cpu", at_once=2):
     plan = plan_of(
         module, n=4 * at_once, q=0.25, steps=1, noise_multiplier=1.0, clip_norm=FixedClipNorm(0.3), group=per_layer()
     )
-    return PrivateRound(plan, module, GaussianNoise(), performance=Performance(at_once, compile))
+    return RoundEngine(plan, module, GaussianNoise(), performance=Performance(at_once, compile))
 
 
 def sums_of(engine, batch, count):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import Abadi, Automatic, FixedClipNorm, Global, Psac
-from dpexp.privacy.round import Performance, PrivateRound
+from dpexp.privacy.round import Performance, RoundEngine
 
 
 def record(batch, i):
@@ -26,7 +26,7 @@ def rows_of(batch, index):
 
 
 def stacked(batch):
-    """A batch as `PrivateRound.add_chunk` takes it: each record as a batch of one."""
+    """A batch as `RoundEngine.add_chunk` takes it: each record as a batch of one."""
     return tree_map(lambda t: t.unsqueeze(1) if isinstance(t, torch.Tensor) else t, batch)
 
 
@@ -81,9 +81,9 @@ def clipped_sums(plan, module, loss_of, batch, size):
 def engine_of(
     module, S=0.1, n=20, q=0.3, rounds=9, memory=None, compiled=None, max_records=None, low_memory=False, **choices
 ):
-    """A `PrivateRound` that keeps norms and losses."""
+    """A `RoundEngine` that keeps norms and losses."""
     choices = {"n": n, "q": q, "steps": rounds, "noise_multiplier": 1.0, "clip_norm": FixedClipNorm(S)} | choices
-    return PrivateRound(
+    return RoundEngine(
         plan_of(module, **choices), module, GaussianNoise(), observe=True, data_memory=memory,
         performance=Performance(max_records, compiled, low_memory),
     )  # fmt: skip
@@ -104,7 +104,7 @@ def sums_of(engine, loss_of, batch, chunk=None, t=0):
         for start in range(0, size, chunk or size):
             some = rows_of(batch, slice(start, start + (chunk or size)))
             engine.add_chunk(loss_of, stacked(some), len(tree_leaves(some)[0]))
-    engine.end()
+    engine.raise_if_none_contributed()
     sums = engine._clip.zeros() | engine._sums
     return {name: sums[name].clone() for name in trained_in(engine._module)}
 

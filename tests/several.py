@@ -22,7 +22,7 @@ from dpexp.privacy import normalization
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.options import Banded
 from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 N, ROUNDS = 23, 9
 
@@ -65,7 +65,7 @@ class Seen(pl.Callback):
 @contextmanager
 def sizes_counted():
     """Yields a list that gets the number of this process's records in each round."""
-    begin, add_chunk, sizes = PrivateRound.begin, PrivateRound.add_chunk, []
+    begin, add_chunk, sizes = RoundEngine.begin, RoundEngine.add_chunk, []
 
     def counted_begin(private_round, t=0):
         sizes.append(0)
@@ -75,7 +75,7 @@ def sizes_counted():
         sizes[-1] += size
         add_chunk(private_round, loss_of, batch, size)
 
-    with mock.patch.multiple(PrivateRound, begin=counted_begin, add_chunk=counted_add_chunk):
+    with mock.patch.multiple(RoundEngine, begin=counted_begin, add_chunk=counted_add_chunk):
         yield sizes
 
 
@@ -173,7 +173,7 @@ def mistaken(rank, count, folder):
         noted("commit")
     with mock.patch.object(Seen, "on_train_batch_end", drifts):
         noted("weights")
-    with mock.patch.object(PrivateRound, "add_chunk", breaks):
+    with mock.patch.object(RoundEngine, "add_chunk", breaks):
         noted("step")
     first = fit("plain", count, folder / "resumed", rank, steps=4)
     found["resumed"] = (

@@ -1,8 +1,31 @@
 """Computes (ε, δ) of a ledger. Reads nothing but the ledger.
 
-First each round is reduced to one Gaussian sum query (paper, equation 1), and equal rounds are counted. One-time
-queries on all records are composed with them: Gaussian queries as full batches, Laplace queries by their own privacy
-losses and moments, or as ε-DP mechanisms. `dpexp.accounting.coverage` states what each accountant covers.
+*What it does.* First each round is reduced to one Gaussian sum query (arXiv 1812.06210, equation 1), and equal rounds
+are counted (`dpexp.accounting.releases`). One-time queries on all records are composed with them: Gaussian queries as
+full batches, Laplace queries by their own privacy losses and moments, or as ε-DP mechanisms. Then an accountant
+composes all of them:
+
+| Accountant | ε at δ |
+|---|---|
+| `pld` | the smallest ε with E[(1 - e^(ε-L))⁺] <= δ for the privacy loss L of all rounds (`pld`) |
+| `rdp` | min over α > 1 of log A_α/(α-1) + log(1 - 1/α) - log(δα)/(α-1), with A_α of all rounds (`composition`) |
+| `moments` | min over λ <= 32 of (α(λ) - log δ)/λ |
+| `strong`, `basic` | from (ε₀, δ₀) of each round (`composition`) |
+
+*Edge cases.*
+
+| Case | What happens |
+|---|---|
+| a ledger without rounds | ε = 0 and δ = 0 |
+| δ below 1e-300, or not below 1 | ConfigError |
+| the accountant does not cover the ledger's policy, adjacency or noise | ConfigError |
+| samples of fixed size | `rdp` is a bound at integer orders, or ε without sampling (`FixedSizeRdpAccountant`) |
+| every release is Gaussian and on all records | `pld` is exact (`composition.GaussianMechanism`) |
+| more than 2^28 rounds, each a `poisson` or `laplace` release | `pld` is `rdp`, which is tighter there |
+| the bound of `pld` exceeds the cost without sampling | ε is the latter |
+| an accountant of the user's gives NaN or a number below 0 | ConfigError |
+
+Read next: `dpexp.accounting.coverage` states what each accountant covers; `pld`; `composition`.
 """
 
 import math

@@ -26,7 +26,8 @@ class Calibratable:
     held: str = ""
 
 
-# With each σ_g of the averages held, σ̃_g = q n σ_g and z rise with q (paper, section 4). `clip_norm` scales every S_g.
+# With each σ_g of the averages held, σ̃_g = q n σ_g and z rise with q (arXiv 1812.06210, section 4).
+# `clip_norm` scales every S_g.
 CALIBRATABLE = {
     "noise_multiplier": Calibratable(False, 2.0**-20, 2.0**20),
     "sampling_rate": Calibratable(False, 2.0**-40, 1.0, held="each σ_g of the averages"),

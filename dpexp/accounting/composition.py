@@ -1,11 +1,26 @@
 """Composition of rounds: Gaussian DP, Rényi moments, and sequential and strong composition of (ε, δ).
 
+*Gaussian DP*: Gaussian mechanisms on all records compose to one with μ² = Σ 1/z².
+
 *Moments* A_α = E_Q[e^(αL)]. For a Gaussian round P = (1-q) N(0, z²) + q N(1, z²), Q = N(0, z²), and the privacy loss is
 L = log P/Q. The Rényi divergence of order α > 1 is log A_α / (α - 1) (Mironov, Talwar & Zhang 2019, section 3, who show
 that P against Q is the worse direction).
 
 *(ε, δ)*: each round is a Gaussian mechanism that is (ε₀, δ₀)-DP, with ε₀ exact for δ₀. Poisson sampling amplifies it to
 (log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8). A Laplace query on all records is (1/z, 0)-DP.
+
+| Case | What happens |
+|---|---|
+| q = 1 | A_α in closed form: log A_α = α(α-1)/(2z²) |
+| z below 0.02 | A_α in closed form up to 1e-120 (`_apart`), since an integral would need too many points |
+| A_α near 1 | A_α - 1 is summed, so that no digits are lost |
+| A_α beyond the range of float64 | its logarithm is computed from the largest term |
+| the best order is above 2^30 | a warning; ε of the largest order tried, which is a bound |
+| the best order is next to 1, as for δ near 1 | the search ends at 1 + e^-30; ε is a bound |
+| a Gaussian mechanism with δ(0) <= δ | ε = 0 |
+| μ above 1e9 | ε is infinite, since float64 has no digits left |
+
+Read next: `accountants` (which of these is called), `pld` (tighter than all of them).
 """
 
 import math

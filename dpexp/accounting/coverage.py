@@ -1,4 +1,20 @@
-"""What each accountant is stated for, and the checks of a privacy claim."""
+"""What each accountant is stated for, and the checks of a privacy claim.
+
+*Formula.* A record changes a clipped sum by at most `SENSITIVITY` times S: S if it is added, removed or nulled, and 2S
+if it is replaced by another. Each sampling policy names the accountants that have a bound for it, by adjacency
+(`Policy.covers`).
+
+| Case | What happens |
+|---|---|
+| no adjacency is given | the policy's first one is claimed |
+| an adjacency or an accountant that the policy does not name | ConfigError, which names those that it does |
+| a policy without `covers` | ConfigError: nothing can be claimed |
+| the dotted name of a class with an attribute `coverage` | the user's own accountant, by what it says it covers |
+| any other unknown name | ConfigError |
+| `gdp` | ConfigError: its ε was not an upper bound |
+
+Read next: `dpexp.accounting.sampling.poisson` (what one policy is covered for), `accountants`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,9 +1,37 @@
 """Privacy loss distributions of composed rounds, by Fourier transforms of exponentially tilted losses.
 
-The characteristic function of a sum of losses is the product of theirs (Koskela et al. 2020, arXiv 1906.03049). The
+*Formula.* With the privacy loss L of all rounds together, δ(ε) = E[(1 - e^(ε-L))⁺]. L is the sum of the rounds'
+losses, and the characteristic function of a sum is the product of theirs (Koskela et al. 2020, arXiv 1906.03049). The
 rounding errors of a Fourier transform are relative to the largest mass, while δ is the mass of a tail. Therefore each
-round's masses m(L) are multiplied by e^(θL)/M first, with M = Σ m(L) e^(θL), and the composed masses by e^(-θL) ΠM
-afterwards. Any θ gives a bound, and one for which the mean of the tilted loss is ε a tight one.
+round's masses m(L) are *tilted*: multiplied by e^(θL)/M, with M = Σ m(L) e^(θL). The composed masses are multiplied by
+e^(-θL) ΠM afterwards (`compose`).
+
+*The bound does not depend on the search.* δ(ε) of `compose` is an upper bound for every tilt θ, window and step h. How
+tight it is depends on them: it is tight if the mean of the tilted loss is near ε. `_Direction` searches for such a tilt
+with approximate cumulants (`dpexp.accounting.pld_numerics`), which decide nothing else.
+
+*The search*, for one direction (P against Q, or Q against P):
+
+1. δ is divided into levels of 7 nats. A composition that suits one δ of a level nearly suits the others, so the last
+   one of each level is cached.
+2. The first θ is the right one if the tail is *light*: if the tilted sum of losses is close to a normal distribution,
+   as for many rounds of which each contributes little. A tail is heavy if a few rounds make it, as for a small q.
+3. ε is read off the composed loss. (If δ is asked for, ε is given.)
+4. The search ends if no composition would give a better answer (`_is_final`), or if the bound is `enough`: one that
+   another direction exceeds already.
+5. If ε is not inside the window, or is lost in rounding errors, the tilt is too large, and θ is divided by 8.
+6. Otherwise ε gives a better θ and a better step h. If those in use are as good, the search ends. Else the losses are
+   composed again, at most 8 times in all.
+
+| Case | Answer |
+|---|---|
+| ε below the smallest loss of the grid | δ = 1; then a level nearer to 1 is tried |
+| ε above the largest one | δ is the mass of the infinite loss |
+| no ε of the grid has that δ | infinity, in place of which `ComposedLoss` has ε without sampling |
+| a direction whose largest loss is at most ε of the other direction | it is not composed |
+| δ below e^-693 | the first composition is the answer |
+
+Read next: `dominating_pairs` (the losses of one round), `pld_numerics` (the convolution and its rounding errors).
 """
 
 import math
@@ -23,7 +51,10 @@ from dpexp.accounting.pld_numerics import Convolution, Cumulants, Window, cumula
 _ULP = 2.0**-53
 _MIN_POINTS, _MAX_POINTS = 2**14, 2**21  # of the composed grid
 _LOST_NATS = 14.0  # truncating tails may cost e^-14 of δ
+_ROUNDING_NATS = 8.0  # rounding errors of less than e^-8 of δ are negligible
+_WINDOW_NATS = 14.0  # windows omit e^-25 of the tilted mass: e^-11 of δ, if the Chernoff bound is below e^14 δ
 _LEVEL, _LOWEST_LEVEL = 7.0, -100  # nats of δ per level, for which one tilt is used; and the lowest level
+_MOST_COMPOSITIONS = 8  # after the first guess
 _NODES = 1 + 1e-12  # allows for rounding errors of the grid's losses
 _CACHED, _CACHED_FIRST = 4, 6  # composed losses kept, and those for a first guess by level
 _MANY_PAIRS = 1000  # different rounds, above which the grid is half as fine
@@ -130,7 +161,7 @@ class ComposedLoss:
         return min(largest, unsampled)
 
     def estimate(self, delta: float) -> float:
-        """A quick approximation of ε, within a few per cent if tails are light; no bound."""
+        """A quick approximation of ε, within a few per cent if tails are light (see above); no bound."""
         return min(self.unsampled.epsilon(delta), max(direction.estimate(delta) for direction in self._directions))
 
 
@@ -141,17 +172,23 @@ class _Composed(NamedTuple):
 
 
 class _Direction:
-    """The loss of P against Q. Compositions are cached by levels of δ."""
+    """The loss of P against Q. Compositions are cached by levels of δ.
+
+    Attributes:
+        max_loss: an upper bound on the loss of all rounds together.
+    """
 
     def __init__(self, pairs: Sequence[Pair], counts: Array, cumulants: Cumulants) -> None:
         self._pairs, self._counts, self._cumulants = pairs, counts, cumulants
         self._rounds = float(counts.sum())
         self._coarse = 2.0 if len(pairs) > _MANY_PAIRS else 1.0
         self.max_loss = float(counts @ np.array([pair.max_loss for pair in pairs]))
-        self._first = lru_cache(_CACHED_FIRST)(self._first)  # type: ignore[method-assign]
+        self._first_guess = lru_cache(_CACHED_FIRST)(self._first_guess)  # type: ignore[method-assign]
         self._cache: dict[int, _Composed] = {}
 
     def without_cache(self) -> "_Direction":
+        """The same with an empty cache. First guesses stay cached: they depend on the level alone, not on what was
+        asked before."""
         found = copy(self)
         found._cache = {}
         return found
@@ -181,44 +218,66 @@ class _Direction:
     def _composed(self, log_delta: float, enough: float, at_epsilon: float | None = None) -> PrivacyLoss:
         """The composed loss, tilted for ε at δ, or for δ at `at_epsilon`; or for which that is at most `enough`.
 
-        The first θ is that of light tails; each ε found gives a better θ and grid.
+        The search at the top of this file, whose steps the comments count.
         """
-        level = self._level(log_delta)
+        level = self._level(log_delta)  # 1
         log_lost = level * _LEVEL - _LOST_NATS
-        loss, cumulants, window = self._cache.get(level) or self._first(level, log_lost)
-        for _ in range(8):
-            epsilon, h = loss.epsilon(math.exp(log_delta)) if at_epsilon is None else at_epsilon, loss.h
-            found = epsilon * _NODES if at_epsilon is None else loss.delta(epsilon / _NODES)
-            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST_LEVEL or found <= enough:
+        loss, cumulants, window = self._cache.get(level) or self._first_guess(level, log_lost)  # 2
+        for _ in range(_MOST_COMPOSITIONS):
+            epsilon = loss.epsilon(math.exp(log_delta)) if at_epsilon is None else at_epsilon  # 3
+            bound = epsilon * _NODES if at_epsilon is None else loss.delta(epsilon / _NODES)
+            if bound <= enough or self._is_final(loss, epsilon, log_delta):  # 4
                 break
-            if epsilon == math.inf and loss.certain > math.exp(log_delta):
-                break
-            if loss.lowest < epsilon < math.inf:
-                step = loss.step(epsilon, self._rounds, at_epsilon is not None)
-                theta, finer = cumulants.tilt_for_mean(epsilon), self._coarse * step
-                bound = log_delta - 8 - log_rounding(self._rounds)  # below it, rounding errors are negligible against δ
-                suits = cumulants.chernoff(window.theta, epsilon) < min(bound, log_delta + 14)  # windows omit e^-25
-                if (suits or theta > 0.8 * window.theta) and (finer > 0.8 * h or len(loss) > 0.9 * _MAX_POINTS):
-                    break
-                windows = [cumulants.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
-                accurate = [w for w in windows if cumulants.chernoff(w.theta, epsilon) < bound and w.width > 0]
-                narrow, h = min(accurate or windows[:1], key=lambda w: w.width), min(finer, h)
-                window = window if suits and window.width < 1.2 * narrow.width else narrow
-            else:
+            h = loss.h
+            if not loss.lowest < epsilon < math.inf:  # 5
                 window = cumulants.window(window.theta / 8, log_lost)
+            else:  # 6
+                theta = cumulants.tilt_for_mean(epsilon)
+                negligible = log_delta - _ROUNDING_NATS - log_rounding(self._rounds)
+                is_accurate = cumulants.chernoff(window.theta, epsilon) < min(negligible, log_delta + _WINDOW_NATS)
+                tilt_is_good = is_accurate or theta > 0.8 * window.theta
+                finer = self._coarse * loss.step(epsilon, self._rounds, of_delta=at_epsilon is not None)
+                grid_is_good = finer > 0.8 * h or len(loss) > 0.9 * _MAX_POINTS
+                if tilt_is_good and grid_is_good:
+                    break
+                narrow = _narrowest_window(cumulants, theta, epsilon, negligible, log_lost)
+                if not (is_accurate and window.width < 1.2 * narrow.width):
+                    window = narrow
+                h = min(finer, h)
             loss = compose(self._pairs, self._counts, cumulants, window, h, log_lost)
         if len(self._cache) == _CACHED:
             self._cache.clear()
         self._cache[level] = _Composed(loss, cumulants, window)
         return loss
 
-    def _first(self, level: int, log_lost: float) -> _Composed:
+    def _is_final(self, loss: PrivacyLoss, epsilon: float, log_delta: float) -> bool:
+        """Whether no other tilt, window or grid for δ of this level would give a better answer than this loss."""
+        below_the_grid = epsilon <= 0 or epsilon < loss.lowest
+        at_lowest_level = self._level(log_delta) == _LOWEST_LEVEL
+        # Infinite losses of single rounds have more mass than δ, in whatever window: no finite ε has this δ.
+        stays_infinite = epsilon == math.inf and loss.certain > math.exp(log_delta)
+        return below_the_grid or at_lowest_level or stays_infinite
+
+    def _first_guess(self, level: int, log_lost: float) -> _Composed:
+        """A composition for the middle of a level of δ, as if tails were light."""
         cumulants = self._cumulants.truncated(log_lost - math.log(self._rounds))
         window = cumulants.window(cumulants.tilt_for_delta((level + 0.5) * _LEVEL), log_lost)
         finest = window.width / (_MIN_POINTS + 600 * math.sqrt(self._rounds))
         h = max(self._coarse * cumulants.step(window.theta), finest)
         loss = compose(self._pairs, self._counts, cumulants, window, h, log_lost)
         return _Composed(loss, cumulants, window)
+
+
+def _narrowest_window(cumulants: Cumulants, theta: float, epsilon: float, negligible: float, log_lost: float) -> Window:
+    """The narrowest window, which needs the fewest points, of a tilt that is accurate at ε; that of θ if none is.
+
+    Args:
+        theta: whose tilted mean is ε; θ/10, 2θ/10, … θ are tried. A smaller tilt may have the narrower window.
+        negligible: a tilt is accurate if the logarithm of its Chernoff bound on the mass above ε is below this.
+    """
+    windows = [cumulants.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
+    accurate = [w for w in windows if cumulants.chernoff(w.theta, epsilon) < negligible and w.width > 0]
+    return min(accurate or windows[:1], key=lambda w: w.width)
 
 
 def compose(
@@ -235,49 +294,67 @@ def compose(
     multiplies them by at most e^(4xu), with the size x of the exponents, and sums of N terms by at most e^(4Nu).
 
     Args:
-        cumulants: of the losses.
+        cumulants: of the losses; a guide to the grid, as in the search.
         h: the largest step of the grid.
         log_lost: logarithm of the mass that may be counted as infinite loss.
     """
-    total, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
+    # The grid
+    rounds, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
     smallest, largest = cumulants.range
     lowest = np.maximum((at.logs - 40) / theta, smallest)  # below it, the tilted mass is negligible
-    far = max(abs(window.low), abs(window.high))
-    least = max(window.width / _MAX_POINTS, float((largest - lowest).max()) / MAX_CELLS, 2.0**-40 * far)
-    h = max(min(h, window.width / _MIN_POINTS), least)
-    spread = 4 * h * math.sqrt(total)  # rounding to the grid hardly ever moves the sum further
-    first = max(math.floor((window.low - spread) / h), math.floor((at.mean - 650 / theta) / h) + 1)
-    size = next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
+    h, first, size = _grid(window, at.mean, h, rounds, widest=float((largest - lowest).max()))
+
+    # The tilted masses of each round, and their convolution
     convolution = Convolution(size)
-    log, log_above, infinite, exponents = 0.0, 0.0, 0.0, 0.0
+    log_moment = 0.0  # log ΠM, of the tilt θ
+    log_moment_above = 0.0  # the same of the tilt `steep`, for Chernoff's bound
+    certain = 0.0  # mass of single rounds' infinite losses
+    exponents = 0.0  # the sizes of all rounds' exponents, for the rounding errors of e^x
     for rows in batches(np.argsort(-at.variances), (largest - lowest) / h + 1, most=64):
         starts, tilted = [], []
         for r in rows:
             # A tilt would magnify the negligible mass above the largest loss.
-            start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total), largest[r])
+            start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(rounds), largest[r])
             losses = h * (start + np.arange(len(mass)))
             with np.errstate(divide="ignore"):
                 log_mass = np.log(mass)
             tilted_mass, moment = _normalized(log_mass + theta * losses)
             starts.append(start)
             tilted.append(tilted_mass)
-            log += counts[r] * moment
-            log_above += counts[r] * _normalized(log_mass + window.steep * losses)[1]
-            infinite += counts[r] * beyond
-            far = max(abs(losses[0]), abs(losses[-1]))
-            exponents += counts[r] * (1000 + max(theta, window.steep) * far + abs(moment))
+            log_moment += counts[r] * moment
+            log_moment_above += counts[r] * _normalized(log_mass + window.steep * losses)[1]
+            certain += counts[r] * beyond
+            farthest_of_round = max(abs(losses[0]), abs(losses[-1]))
+            exponents += counts[r] * (1000 + max(theta, window.steep) * farthest_of_round + abs(moment))
         convolution.add(starts, tilted, counts[rows])
+
+    # The composed masses, no longer tilted, with their error and what counts as infinite loss
     losses = h * (first + np.arange(size))
-    far = max(abs(losses[0]), abs(losses[-1]), abs(at.mean))
-    certain = infinite
-    slack = 4 * (exponents + max(theta, window.steep) * far + 1000 + size) * _ULP
-    infinite = (infinite + math.exp(min(log_above - window.steep * losses[-1], 0.0))) * math.exp(slack)
-    down = np.exp(-theta * (losses - at.mean))
+    farthest = max(abs(losses[0]), abs(losses[-1]), abs(at.mean))
+    slack = 4 * (exponents + max(theta, window.steep) * farthest + 1000 + size) * _ULP
+    above = math.exp(min(log_moment_above - window.steep * losses[-1], 0.0))  # Chernoff's bound
+    infinite = (certain + above) * math.exp(slack)
+    untilt = np.exp(-theta * (losses - at.mean))  # in units of e^scale
     mass, error = convolution.masses(first)
-    scale = log - theta * at.mean + slack
+    scale = log_moment - theta * at.mean + slack
     with np.errstate(over="ignore"):
         infinite = float(np.exp(math.log(infinite) - scale)) if infinite else 0.0
-    return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale, certain)
+    return PrivacyLoss(h, first, mass * untilt, infinite, error * _norm(theta, h, size) * untilt, scale, certain)
+
+
+def _grid(window: Window, mean: float, h: float, rounds: float, widest: float) -> tuple[float, int, int]:
+    """The step, the first point (as a multiple of the step) and the number of points of the composed losses.
+
+    Args:
+        mean: of the tilted loss; points 650/θ below it would overflow when they are no longer tilted.
+        h: the largest step; it is exceeded where the arrays would not fit in memory, or points have no digits left.
+        widest: the largest range of the losses of a single round.
+    """
+    least = max(window.width / _MAX_POINTS, widest / MAX_CELLS, 2.0**-40 * max(abs(window.low), abs(window.high)))
+    h = max(min(h, window.width / _MIN_POINTS), least)
+    spread = 4 * h * math.sqrt(rounds)  # rounding to the grid hardly ever moves the sum further
+    first = max(math.floor((window.low - spread) / h), math.floor((mean - 650 / window.theta) / h) + 1)
+    return h, first, next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
 
 
 def _normalized(log_mass: Array) -> tuple[Array, float]:

@@ -28,11 +28,13 @@ from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 
 
-def dry_run(step: Step, rounds: RoundLoader, training_step: TrainingStep, later: Settings, within: Settings) -> None:
+def dry_run(
+    step: Step, rounds: RoundLoader, training_step: TrainingStep, last_round: Settings, same_epoch: Settings
+) -> None:
     """Raises ConfigError for mistakes of a step, and chooses its execution mode, on synthetic or public records.
 
-    Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched. `later` and
-    `within` imitate other rounds (`Step.decide`).
+    Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched.
+    `last_round` and `same_epoch` imitate other rounds (`Step.decide`).
     """
     module = training_step.module
     rounds.memory.refuse([*module.named_parameters(), *module.named_buffers()])
@@ -46,7 +48,7 @@ def dry_run(step: Step, rounds: RoundLoader, training_step: TrainingStep, later:
         chunk = Chunk.of(training_step, example.to(device).batch, 1)
         others = [one for key, one in of_shape.items() if key != chunk.key]
         try:
-            step.decide(chunk, later, within, others)
+            step.decide(chunk, last_round, same_epoch, others)
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
             pairs = _of_pairs([SyntheticRecords()], chunk, device)

@@ -44,7 +44,7 @@ from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import prepare
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricEstimates, say_dropped
-from dpexp.privacy.round import Performance, PrivateRound
+from dpexp.privacy.round import Performance, RoundEngine
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.padding import lengths_for
@@ -180,7 +180,7 @@ class Fit:
                 loader, plan, self._max_records, keys.sampling, keys.records, processes, keys.dealing, pad_to
             )
             noise, observe = GaussianNoise(keys.noise), options.unsafe_diagnostics
-            self.engine = PrivateRound(
+            self.engine = RoundEngine(
                 plan, module, noise, observe, progress.adaptive, processes, self._performance(), self.samples.memory
             )
         processes.assert_equal(plan=digest_of_plan(plan), records=self.samples.digest)
@@ -277,7 +277,7 @@ class Fit:
             with own_randomness(engine.device, samples.randomness) if is_random else nullcontext():
                 sample_digest = self._add_chunks(step)
         with self.processes.fail_together():
-            engine.end()
+            engine.raise_if_none_contributed()
         if not self.processes.is_single:
             self.processes.assert_equal(
                 plan=digest_of_plan(engine.current_plan), step=step_digest, sample=sample_digest,
@@ -311,7 +311,7 @@ class Fit:
         for position, parts in self.samples.sample(engine.device):
             if position.first:
                 sampling = self.plan.at_round(done).sampling
-                self._ledger.sample(event_of(sampling, self.plan.n, position.epoch + self._lost))
+                self._ledger.sample(event_of(sampling, self.plan.n, position.first_round + self._lost))
                 engine.begin(done)
             for records in parts:
                 if isinstance(records, FailedRecord):

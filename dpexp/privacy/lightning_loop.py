@@ -9,11 +9,11 @@ import torch
 
 from dpexp._lightning_compat import pl
 from dpexp.privacy import refusals
-from dpexp.privacy.gradients.training_step import TrainingStep, drop
+from dpexp.privacy.gradients.training_step import TrainingStep, log_privately
 from dpexp.privacy.loop import TrainingLoop, later_settings
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 
 class LightningLoop(TrainingLoop):
@@ -38,13 +38,13 @@ class LightningLoop(TrainingLoop):
         `training_step` runs on copies of the module, whose `log` drops values as well; the metrics of torchmetrics that
         it updates are theirs, and those of the module itself stay empty.
         """
-        self._module.log = partial(drop, self.logged)  # type: ignore[method-assign]
+        self._module.log = partial(log_privately, self.logged)  # type: ignore[method-assign]
 
     def log_released(self, name: str, value: float, **options: Any) -> None:
         """Logs a released or unsafe value by the `log` of the module's class, since its own is muted."""
         type(self._module).log(self._module, name, value, on_step=True, on_epoch=False, **options)
 
-    def log_diagnostics(self, engine: PrivateRound) -> None:
+    def log_diagnostics(self, engine: RoundEngine) -> None:
         """Logs the last sample's size, mean loss, median norms and fractions clipped, all of them not private."""
         observed = engine.observations
         sizes = sum(len(chunk["loss"]) for chunk in observed)

@@ -5,7 +5,25 @@ For a group with vectors v_1 ... v_k, scales alpha, clip norm S and noise sigma,
     norm_i = (sum_j ||v_j^i||^2 / alpha_j^2)^(1/2),   c_i = w_i min(rule(norm_i), S / norm_i),
     v_j = (sum_i c_i v_j^i + alpha_j N(0, sigma^2 I)) / (q n).
 
-The weight w_i of a gradient is what `training_step` passes to `dpexp.weigh`, clamped to [0, 1]; by default it is 1.
+rule(norm) is what the clip rule of the plan returns (`dpexp.privacy.plan.clipping`); c_i is what the vectors are
+multiplied by. The weight w_i of a gradient is what `training_step` passes to `dpexp.weigh`, clamped to [0, 1]; by
+default it is 1. It multiplies c_i after clipping, so that it never makes a record count for more than S.
+
+| Case | What the record adds |
+|---|---|
+| zero vector: norm 0 | c = w rule(0), at most 2^30 in float32; zero is added |
+| S larger than every norm | `Abadi`: the vectors as they are, but for rounding where a norm is next to S |
+| infinite or NaN norm | c = 0, and its row is set to zero or replaced (`dpexp.privacy.gradients.graphs`) |
+| the rule returns more than S / norm, or infinity | c = w S / norm |
+| the rule returns a number below 0, or NaN | c = 0 |
+| c below 2^-100 in float32, 2^-900 in float64 | c = 0 |
+| weight 0 or NaN | c = 0 |
+| a record with an index or a label out of range | c = 0, since its row is not counted |
+| a record without a loss | it does not get here (`dpexp.privacy.round`) |
+| the step does not use any of a group's parameters | no norm, and no sum; noise is added to zeros |
+| empty sample | noise is added to zeros |
+
+Read next: `dpexp.privacy.round` (who calls this), `dpexp.privacy.gradients.norms` (why norms are never too small).
 
 Formal guarantees:
 
@@ -41,21 +59,29 @@ from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
 from dpexp.privacy.plan.clipping import ClipRule, unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group
 
-MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}  # rounding of S, c, c·g and c·g·x
-_MIN_FACTOR, _MAX_FACTOR = (
-    {torch.float32: a, torch.float64: b} for a, b in ((2.0**-100, 2.0**-900), (2.0**30, 2.0**100))
-)
+# What is taken from S for rounding, relative to it: c, c·g and c·g·x are each rounded by one unit, S and c by one of
+# float64. The thousandths are for the products of these errors (*The margin of S* in `norms.py`).
+MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}
+_MIN_FACTOR = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
+_MAX_FACTOR = {torch.float32: 2.0**30, torch.float64: 2.0**100}
 _MAX_SMALL_SIZE, _MIN_SMALL_COUNT = 2**10, 4  # gradients up to this size are concatenated if there are so many
 
 
 @dataclass
 class Part:
-    """Gradients of one parameter, or of many small ones, concatenated."""
+    """Gradients of one parameter, or of many small ones, concatenated.
 
-    vector: int  # index of the vector in the group; of several, the first one's
+    Attributes:
+        vector: index of the vector in the group; of several, the first one's.
+        alpha: the vector's scale; of several, that of all of them. A tensor: it adapts.
+        gradient: per record.
+        names: of the parameters.
+    """
+
+    vector: int
     alpha: float | Tensor
     gradient: LayerGradient
-    names: list[str]  # of the parameters
+    names: list[str]
 
 
 @dataclass
@@ -63,13 +89,15 @@ class ScaledNorms:
     """Norms of a chunk's B records in one group.
 
     Attributes:
-        squares: [parts, B] scaled squared norms of the parts; norms: [B] of the group. Both float64, never too small.
+        squares: [parts, B] in float64: scaled squared norms of the parts, never too small.
+        norms: [B] in float64: scaled norms of the group, never too small.
+        weights: [B] in [0, 1], which `ClippedSums` sets for groups of gradients; None: all are 1.
     """
 
     parts: list[Part]
     squares: Tensor
     norms: Tensor
-    weights: Tensor | None = None  # [B] in [0, 1]; None: all are 1
+    weights: Tensor | None = None
 
     def by_vector(self, vectors: int) -> Tensor:
         """[vectors, B]: ||v_j|| / alpha_j."""
@@ -90,10 +118,12 @@ class GroupMechanism:
         parts = list(_parts(self.group, alphas or self.group.alphas, gradients))
         if not parts:
             return None
+        # A part's squared norm is made of those of its vectors, such as g and x of a product. They are
+        # computed in one call for all parts, since on a GPU each operator costs a launch; then each part takes its own.
         vectors = [part.gradient.vectors() for part in parts]
         squared = iter(squared_norms([vector for some in vectors for vector in some]))
         each = [part.gradient.squares(*islice(squared, len(some))) for part, some in zip(parts, vectors, strict=True)]
-        squares = torch.stack([_over(one, part.alpha, 2) for one, part in zip(each, parts, strict=True)])
+        squares = torch.stack([_over_square(one, part.alpha) for one, part in zip(each, parts, strict=True)])
         rounding = 1 + (len(parts) + 4) * 2.0**-53  # of the sum, its root and the division by alpha
         return ScaledNorms(parts, squares, squares.sum(0).sqrt() * rounding)
 
@@ -125,9 +155,11 @@ class GroupMechanism:
 def clip_factors(rule: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
     """c_i [B] of dtype: min(rule(norm_i), S / norm_i) times the weight; 0 where the norm is not finite.
 
-    S is reduced by the rounding of the multiplication by c, so that ||c_i v^i|| <= S as computed for any rule, if the
-    norms [B] are at least the true ones. A weight in [0, 1] makes no factor larger as computed. c_i, which may exceed
-    1, is clamped such that neither c·g nor c·x, for g and x up to LARGEST, nor a sum of many records overflows.
+    - S is reduced by the rounding of the multiplication by c. So ||c_i v^i|| <= S as computed, for any rule, if the
+      norms [B] are at least the true ones.
+    - A weight in [0, 1] makes no factor larger as computed.
+    - c_i may exceed 1. It is clamped such that neither c·g nor c·x overflows for g and x up to LARGEST, nor does a sum
+      of many records.
     """
     bound = S.clamp(max=LARGEST[dtype]) * (1 - MARGIN[dtype])
     c = torch.minimum(unbounded_clip_factors(rule, norms, S), bound / norms).clamp(max=_MAX_FACTOR[dtype])
@@ -152,15 +184,15 @@ def by_parameter(groups: Iterable[Group]) -> Iterator[tuple[Group, float, str]]:
 def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, LayerGradient]) -> Iterator[Part]:
     """The group's gradients; many small ones of equal scale, such as biases, are concatenated for speed.
 
-    Scales that adapt need the norm of each vector: then only those of one vector are.
+    A scale that adapts needs the norm of its vector alone, so there only gradients of one vector are concatenated.
     """
     small: dict[Hashable, list[tuple[int, str, DenseGradient]]] = {}
     for k, vector in enumerate(group.vectors):
         for name in vector.parameters:
             gradient = gradients.pop(name, None)
             if isinstance(gradient, DenseGradient) and gradient.flat().shape[1] <= _MAX_SMALL_SIZE:
-                scale = k if isinstance(alphas[k], Tensor) else alphas[k]
-                kind = type(scale), scale, gradient.flat().dtype
+                adapts = isinstance(alphas[k], Tensor)
+                kind = adapts, k if adapts else alphas[k], gradient.flat().dtype
                 small.setdefault(kind, []).append((k, name, gradient))
             elif gradient is not None:
                 yield Part(k, alphas[k], gradient, [name])
@@ -173,5 +205,6 @@ def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, 
             yield Part(k, alphas[k], DenseGradient(joined), [name for _, name, _ in some])
 
 
-def _over(x: Tensor, alpha: float | Tensor, power: int) -> Tensor:
-    return x if isinstance(alpha, float) and alpha == 1 else x / alpha**power
+def _over_square(x: Tensor, alpha: float | Tensor) -> Tensor:
+    """x / alpha^2, without an operator if alpha is 1."""
+    return x if isinstance(alpha, float) and alpha == 1 else x / alpha**2

@@ -1,6 +1,6 @@
 """Replacements for batch normalization, which mixes the records of a batch.
 
-With private statistics (the paper's second type of aggregate) a layer normalizes by running statistics,
+With private statistics (the second type of aggregate of arXiv 1812.06210) a layer normalizes by running statistics,
 u = (x - μ)/s, a fixed map of each channel that never mixes records. A record's moments, the means over space of u and
 u² - 1 of each channel, are vectors of the metric group `batchnorm`: clipped, summed and noised together. The released
 averages are the errors of μ and s² in units of s and s², so that one clip norm serves layers of any scale, and update

@@ -18,7 +18,7 @@ from dpexp._lightning_compat import pl, validation_loader
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.round import Performance, PrivateRound
+from dpexp.privacy.round import Performance, RoundEngine
 from dpexp.privacy.sampling.batches import RecordBatch, flattened
 
 CPU_BATCH = 640
@@ -38,7 +38,7 @@ def largest_fitting_batch(plan: PrivacyPlan, step: TrainingStep, trainer: pl.Tra
 
     def attempt(size: int) -> None:
         performance = Performance(compile=False, low_memory=low_memory)
-        engine = PrivateRound(plan, module, GaussianNoise(None), performance=performance)  # type: ignore[arg-type]
+        engine = RoundEngine(plan, module, GaussianNoise(None), performance=performance)  # type: ignore[arg-type]
         engine.begin()
         copies = [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         records = RecordBatch(size, structure.unflatten(copies)).to(module.device)

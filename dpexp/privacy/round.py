@@ -1,9 +1,30 @@
-"""The engine of all rounds: sums clipped gradients over the chunks of a sample, then releases the sums with noise."""
+"""The engine of all rounds: sums clipped gradients over the chunks of a sample, then releases the sums with noise.
+
+One `RoundEngine` serves a whole job. For each sample it does `begin`, `add_chunk` for each chunk,
+`raise_if_none_contributed` and `release`:
+
+    sums = Σ_i c_i v^i over the chunks,   released = (sums + α N(0, σ̃²)) / (q n)   (`dpexp.privacy.mechanism`).
+
+*A record that fails is skipped*: it contributes nothing, and the job goes on. An error would end the job, and so tell
+that this one record was in the data. Only a failure of all records is an error.
+
+| Case | What happens |
+|---|---|
+| empty sample | noise is added to zeros, and released |
+| a record cannot be fetched or has no loss, or an index or a label is out of range | it is skipped, with a warning |
+| the gradient of a record is infinite or NaN | it contributes nothing; a warning if that is so for a whole chunk |
+| 64 records failed, or all n, and none ever contributed | the last one's error |
+| a group is not released in the round | its sums are dropped |
+| the module's trainable parameters are other than at the start | ConfigError |
+| the job ends between the ledger's line and the release | the round counts |
+
+Read next: `dpexp.privacy.gradients.step` (how a chunk is processed), `dpexp.privacy.fit` (who calls this).
+"""
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -29,7 +50,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.training_memory import Memory
 
-_MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early
+_MAX_FAILED = 64  # records without a loss, while none ever had one, after which the job ends with an error
 
 
 @dataclass(frozen=True)
@@ -47,12 +68,15 @@ class Performance:
     low_memory: bool = False
 
 
-class PrivateRound:
+class RoundEngine:
     """Carries out a plan's mechanisms on a module's gradients and on the metrics of its training step.
 
-    Per sample: `begin`, `add_chunk` for each chunk, `end`, `release`. What a record contributes depends on no other.
+    What a record contributes depends on no other.
 
     Args:
+        plan: of the job.
+        module: whose parameters are trained.
+        noise: the generator.
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
         adaptive_state: current clip norms of an adaptive plan; by default the initial ones, which then stay.
         processes: that share each sample.
@@ -82,6 +106,7 @@ class PrivateRound:
         self._module = module
         self.parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
+        # The dimension of each released value. An audit appends the parameters of its canaries to a value's vector.
         values = {
             v.parameters[0]: v.d - sum(self.parameters[name].numel() for name in v.parameters[1:])
             for v in vectors
@@ -90,12 +115,7 @@ class PrivateRound:
         self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self._values = Values(values, next(iter(self.parameters.values()), torch.zeros(())))
         planned = Counter(name for vector in vectors for name in vector.parameters if name not in values)
-        if planned != Counter([*self.parameters]):
-            odd = sorted(n for n in {**planned, **self.parameters} if planned[n] != (n in self.parameters))
-            raise ConfigError(
-                f"the plan was made for another model: they differ in {', '.join(odd)}; make it for the module as "
-                "it is trained, once all that is not trained is frozen."
-            )
+        _check_is_planned(self.parameters, planned)
         for name, parameter in self.parameters.items():
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
@@ -105,10 +125,17 @@ class PrivateRound:
         training = LocalTrainer(module, self.parameters, self._values, local) if local else None
         alone = OneAtATime(module, self.parameters, self._values, training, self.device)
         self.step = Step(
-            module, alone, self._clip, self.device, usual_rows(plan.sampling, plan.n, performance.max_records),
-            sample_sizes(plan.sampling, plan.n), plan.rounds,
-            False if performance.low_memory else performance.compile, data_memory or Memory(), performance.low_memory,
-        )  # fmt: skip
+            module,
+            alone,
+            clip=self._clip,
+            device=self.device,
+            usual=usual_rows(plan.sampling, plan.n, performance.max_records),
+            sizes=sample_sizes(plan.sampling, plan.n),
+            rounds=plan.rounds,
+            compile=False if performance.low_memory else performance.compile,
+            data=data_memory or Memory(),
+            low_memory=performance.low_memory,
+        )
         self._succeeded = False
         self._contributed = False  # a record has, in any process
         self._failed = 0
@@ -136,29 +163,36 @@ class PrivateRound:
         self._sums = {}
         self.observations = []
 
-    def add_chunk(self, step: TrainingStep | Callable[[nn.Module, Any], Any], batch: Any, size: int) -> None:
+    def add_chunk(self, training_step: TrainingStep | Callable[[nn.Module, Any], Any], batch: Any, size: int) -> None:
         """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing.
 
         Args:
-            step: computes the loss of one record, or the function of one: see `TrainingStep.of`.
+            training_step: computes the loss of one record; or a function that does, see `TrainingStep.of`.
             batch: the records, stacked: tensors [size, ...] in any nesting of tuples, lists and dicts. Other objects in
                 it are shared by all records.
+            size: the number of records.
 
         Raises:
             ConfigError: the batch cannot be split into records, or a parameter changed.
         """
-        step = step if isinstance(step, TrainingStep) else TrainingStep.of(step, self._module)
-        chunk = Chunk.of(step, batch, size)
+        if not isinstance(training_step, TrainingStep):
+            training_step = TrainingStep.of(training_step, self._module)
+        chunk = Chunk.of(training_step, batch, size)
         for parameter in self._module.parameters():
             parameter.grad = None
         if self.step.mode is None:
             undisturbed(lambda: self.step.decide(chunk))
-        clip_norms = self._clip.clip_norms(self.current_plan.groups, self.device)
-        for found in self.step.add(chunk, clip_norms, self._sums):
-            self.skip(1, found) if isinstance(found, Exception) else self._note(found)
+        bounds = self._clip.bounds(self.current_plan.groups, self.device)
+        for found in self.step.add(chunk, bounds, self._sums):
+            if isinstance(found, Exception):
+                self.skip(1, found)
+            else:
+                self._note(found)
 
     def skip(self, count: int, reason: Exception) -> None:
         """Counts records that contribute nothing, because they could not be fetched or have no loss.
+
+        An error would tell of one record, so there is none as long as any record contributes.
 
         Raises:
             ConfigError, or `reason`: too many were skipped and none ever contributed.
@@ -169,10 +203,11 @@ class PrivateRound:
             description = f"{type(reason).__name__}: {words_of(reason)}"
             warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {description}")
         if self._failed >= _MAX_FAILED and self._processes.is_single:
-            self.end()
+            # No need to wait for the end of the sample; several processes decide there together.
+            self.raise_if_none_contributed()
 
-    def end(self) -> None:
-        """Ends the sample.
+    def raise_if_none_contributed(self) -> None:
+        """Refuses a job in which every record fails; to be called at the end of each sample.
 
         Raises:
             ConfigError, or the last record's error: 64 records failed, or as many as there are, and none ever
@@ -190,9 +225,11 @@ class PrivateRound:
             raise reason
 
     def release(self, ledger: LedgerWriter | SharedLedger) -> dict[str, Tensor]:
-        """Writes the sum query events, then returns v̂ = (Σ_i c_i v^i + α N(0, σ̃²)) / qn, by parameter or metric key.
+        """Writes the sum query events, then returns the noisy averages by parameter or metric key.
 
-        With several processes the main one adds the noise, to the sum over all of them."""
+        `dpexp.privacy.mechanism` has the formula. With several processes the main one adds the noise, to the sum over
+        all of them.
+        """
         for group in self.current_plan.groups:
             ledger.query(group.query)
         ledger.commit()
@@ -212,6 +249,7 @@ class PrivateRound:
         del self._correlated
 
     def _note(self, found: dict[str, Tensor]) -> None:
+        """Counts the records of a chunk that were processed, and warns of those that contribute nothing."""
         size = len(found["loss"])
         failed = int((~found["in_range"]).sum())
         self._succeeded = self._succeeded or failed < size
@@ -223,6 +261,20 @@ class PrivateRound:
         if self.observe:
             norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
             self.observations.append({"loss": found["loss"], **norms})
+
+
+def _check_is_planned(parameters: Mapping[str, Tensor], planned: Counter[str]) -> None:
+    """Refuses a model unless each of its trained parameters is in exactly one vector of the plan, and no others are.
+
+    Args:
+        planned: in how many vectors of the plan each parameter is.
+    """
+    odd = sorted(name for name in {**planned, **parameters} if planned[name] != (name in parameters))
+    if odd:
+        raise ConfigError(
+            f"the plan was made for another model: they differ in {', '.join(odd)}; make it for the module as "
+            "it is trained, once all that is not trained is frozen."
+        )
 
 
 def sample_sizes(policy: Policy, n: int) -> NormalDist:

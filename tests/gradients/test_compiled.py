@@ -41,7 +41,7 @@ def compiled_graphs(engine):
 def functional(engine, *records):
     """The compiled graph, for 18 records."""
     (fast,) = compiled_graphs(engine)
-    others = engine._clip.clip_norms((), torch.device("cpu")), torch.ones(18, dtype=torch.bool)
+    others = engine._clip.bounds((), torch.device("cpu")), torch.ones(18, dtype=torch.bool)
     state = [t.detach() for t in engine.step._usual_shape.one.inputs.tensors()]
     return make_fx(torch.func.functionalize(fast.run))(*state, *others, *(leaf[:, None] for leaf in records))
 
@@ -216,7 +216,7 @@ def test_a_record_whose_norm_is_not_finite_adds_nothing():
     g[:, 1] = -1 + 1e-6
     g[1] = torch.inf
     gradients = ChunkGradients({"weight": OuterProductGradient(x, g)}, torch.zeros(2), torch.ones(2, dtype=torch.bool))
-    found = clip.of(gradients, clip.clip_norms((), torch.device("cpu")), torch.ones(2, dtype=torch.bool), True)
+    found = clip.clipped_sums(gradients, clip.bounds((), torch.device("cpu")), torch.ones(2, dtype=torch.bool), True)
     assert found["sum:weight"].isfinite().all() and found["sum:weight"].any()
 
 

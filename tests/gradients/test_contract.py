@@ -30,7 +30,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.module_copy import attributes
 from dpexp.privacy.gradients.step import LOOP, TRACED
 from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 N, ROUNDS, Q, S, SILENT = 12, 4, 1 / 3, 0.5, 1e-8  # epochs of three rounds
 WEIGHT, BIAS = torch.tensor([0.5, -0.3, 0.2]).double(), torch.tensor([0.1]).double()
@@ -290,9 +290,9 @@ def job(folder, case, records):
     steps = max(case.rounds, ROUNDS)
     plan = plan_of(module, n=N, q=Q, steps=steps, noise_multiplier=SILENT, clip_norm=FixedClipNorm(S))
     run = trainer(dpexp.PrivacyCallback(plan, ledger, noise_seed=5), watch, logger=logger, log_every_n_steps=1)
-    before, add = signal.signal(signal.SIGINT, lambda *_: setattr(run, "should_stop", True)), PrivateRound.add_chunk
+    before, add = signal.signal(signal.SIGINT, lambda *_: setattr(run, "should_stop", True)), RoundEngine.add_chunk
     with (
-        mock.patch.object(PrivateRound, "add_chunk", lambda engine, *given: watch.added(engine, add, *given)),
+        mock.patch.object(RoundEngine, "add_chunk", lambda engine, *given: watch.added(engine, add, *given)),
         mock.patch.dict(os.environ), warnings.catch_warnings(record=True) as told,
     ):  # fmt: skip
         warnings.simplefilter("always")

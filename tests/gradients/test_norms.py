@@ -21,7 +21,7 @@ from dpexp.privacy.mechanism import clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.clipping import Abadi
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 S = 0.3
 TINY, HUGE = 2.0**-149, 3e38
@@ -122,7 +122,7 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
     """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
     module = nn.Linear(d, 1, bias=False)
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S))
-    engine = PrivateRound(plan, module, GaussianNoise())
+    engine = RoundEngine(plan, module, GaussianNoise())
     engine.begin()
     x = torch.full((1, 1, d), value)
     engine.add_chunk(lambda module, one: 1e6 * module(one).sum(), x, 1)
@@ -139,7 +139,7 @@ def test_norms_that_underflow(d):
     """‖x‖² is 0 in float32, and g is large: the product is not small."""
     module = nn.Linear(d, 1, bias=False)
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S))
-    engine = PrivateRound(plan, module, GaussianNoise())
+    engine = RoundEngine(plan, module, GaussianNoise())
     for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
         engine.begin()
         engine.add_chunk(lambda module, one, factor=factor: factor * module(one).sum(), torch.full((1, 1, d), value), 1)

@@ -162,7 +162,7 @@ def test_a_record_contributes_the_same_whichever_shape_decides_the_mode():
                 engine.add_chunk(asking, stacked(chunk), len(chunk[1]))
         sums.append(dict(engine._sums))
         modes.append(engine.step.mode)
-        engine.end()
+        engine.raise_if_none_contributed()
         assert not module.seen
     assert modes == [TRACED, LOOP] and relative_error(*sums) < 1e-6
 

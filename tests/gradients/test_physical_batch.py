@@ -59,14 +59,14 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     def loss_of(module, batch):
         return module.training_step(batch)
 
-    real = physical_batch.PrivateRound.add_chunk
+    real = physical_batch.RoundEngine.add_chunk
 
     def accumulate(engine, loss_of, batch, size):
         assert torch.equal(batch[0], expected.expand(size, 1, 1, 8, 8))
         seen.append(size)
         return real(engine, loss_of, batch, size)
 
-    monkeypatch.setattr(physical_batch.PrivateRound, "add_chunk", accumulate)
+    monkeypatch.setattr(physical_batch.RoundEngine, "add_chunk", accumulate)
     assert largest_fitting_batch(plan, TrainingStep.of(loss_of, module), run) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None

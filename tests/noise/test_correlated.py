@@ -78,7 +78,7 @@ def drawn(parts, q=0.05, size=240):
     seen = []
     while run.completed < run.rounds:
         rounds, chunks = samples(run)
-        assert {chunk.epoch for _, chunk in chunks} == {0}, "one block, as long as the job runs"
+        assert {chunk.first_round for _, chunk in chunks} == {0}, "one block, as long as the job runs"
         seen += rounds
     return torch.stack([torch.bincount(torch.tensor(rows, dtype=torch.long), minlength=size) for rows in seen])
 

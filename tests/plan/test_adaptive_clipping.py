@@ -24,7 +24,7 @@ from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveState
 from dpexp.privacy.plan.clipping import Joint, Separate, UniformClipNorm
 from dpexp.privacy.plan.groups import Groups, Match, per_layer, value_key
 from dpexp.privacy.private_metrics import UNCLIPPED
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 
 Q, N, B = 0.1, 100, 9
 SAMPLING = sampling_event("poisson", Q, N)
@@ -57,14 +57,14 @@ def plan(net, **choices):
 def carried_out(plan, net, path, batch=None):
     """The releases of the plan's rounds on the same sample, the bounds followed and the weights unchanged."""
     bounds = AdaptiveState(plan.adaptive)
-    engine = PrivateRound(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), adaptive_state=bounds)
+    engine = RoundEngine(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), adaptive_state=bounds)
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events())
     batch = batch or data()
     for t in range(plan.rounds):
         ledger.sample(event_of(plan.at_round(t).sampling, N, 0))
         engine.begin(t)
         engine.add_chunk(cross_entropy, stacked(batch), len(batch[0]))
-        engine.end()
+        engine.raise_if_none_contributed()
         now, released = engine.current_plan, engine.release(ledger)
         yield now, released, bounds.update(released[value_key(UNCLIPPED)])
     ledger.close()

@@ -20,7 +20,7 @@ from dpexp.privacy.gradients.step import LOOP, TRACED
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.preprocessing_methods import ClassCounts
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.training.classifier import Classifier
 
 B, N, S = 6, 100, 0.5
@@ -52,7 +52,7 @@ def engine_of(mode):
         model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), noise_multiplier=1e-7,
         private_metrics={"loss": {"clip_norm": 9, "budget_share": 0.01}},
     )  # fmt: skip
-    engine = PrivateRound(plan, model, GaussianNoise())
+    engine = RoundEngine(plan, model, GaussianNoise())
     if mode != TRACED:
         engine.step.mode = mode
     return engine
@@ -66,7 +66,7 @@ def sums(folder, batch, mode, loss_of=step, engine=None):
     ledger.sample(event_of(plan.at_round(0).sampling, N, 0))
     engine.begin(0)
     engine.add_chunk(loss_of, batch, len(batch[0]))
-    engine.end()
+    engine.raise_if_none_contributed()
     assert engine.step.mode == mode
     return {name: 0.1 * N * average for name, average in engine.release(ledger).items()}
 

@@ -15,7 +15,7 @@ from dpexp.accounting.sampling import event_of
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.normalization import FrozenBatchNorm, GroupNormalization, PrivateBatchNorm, RunningNorm
 from dpexp.privacy.plan.groups import value_key
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.training.models import resnet
 
 Q, N = 0.1, 100
@@ -39,7 +39,7 @@ def engine_of(model, private):
     plan = plan_of(
         model, n=N, q=Q, steps=3, noise_multiplier=1e-6 / 25, private_metrics=private.release(model), accountant="rdp"
     )
-    return PrivateRound(plan, model, GaussianNoise())
+    return RoundEngine(plan, model, GaussianNoise())
 
 
 def released(engine, path, model, batch):

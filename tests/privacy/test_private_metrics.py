@@ -19,7 +19,7 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.private_metrics import MetricEstimates
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.reporting.terminal import plan_table
 
 B, Q, N = 7, 0.1, 100
@@ -72,7 +72,7 @@ def released(engine, path, batch, loss_of, rounds=1):
         ledger.sample(event_of(plan.at_round(t).sampling, plan.n, 0))
         engine.begin(t)
         engine.add_chunk(lambda _, one: loss_of(one), batch, len(batch[0]))
-        engine.end()
+        engine.raise_if_none_contributed()
         averages = engine.release(ledger)
     ledger.close()
     return {name: average * Q * N for name, average in averages.items()}
@@ -102,7 +102,7 @@ def by_hand(model, batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_float64_equals_one_record_at_a_time(name, tmp_path, recwarn):
     model, batch = MODELS[name]().double(), data()
-    engine = PrivateRound(own_plan(model), model, GaussianNoise())
+    engine = RoundEngine(own_plan(model), model, GaussianNoise())
     found = released(engine, tmp_path / "ledger", batch, lambda b: step(model, b), rounds=2)
     for value, expected in by_hand(model, batch).items():
         expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
@@ -125,7 +125,7 @@ def test_a_value_inside_a_transform_is_refused(tmp_path, recwarn):
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
     with pytest.raises(ConfigError, match="must be called with a value"):
-        released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+        released(RoundEngine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
 
 
 COUNTED = {"sample_size": {"budget_share": 0.1}, "loss": {"clip_norm": 0.6, "budget_share": 0.1}}
@@ -142,7 +142,7 @@ def test_the_size_of_a_sample_is_counted_whatever_the_step_gives(name, given, tm
         return step(model, one)
 
     plan = own_plan(model, COUNTED)
-    engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
+    engine, estimates = RoundEngine(plan, model, GaussianNoise()), MetricEstimates()
     sums = released(engine, tmp_path / "ledger", batch, loss_of)
     assert float(sums[value_key("sample_size")]) == pytest.approx(B, abs=1e-5)
     assert engine.step.mode == name, engine.step.reason
@@ -154,7 +154,7 @@ def test_the_size_of_a_sample_is_counted_whatever_the_step_gives(name, given, tm
     assert f"{group.sigma:.3g}" in [*plan_table(plan).columns[-1].cells]
     assert shown["private/loss_noise_std"] == pytest.approx(0.6e-8 / math.sqrt(0.1) / (Q * N))
     fewer = tuple(part[1:] for part in batch)
-    sums = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "fewer", fewer, loss_of)
+    sums = released(RoundEngine(plan, model, GaussianNoise()), tmp_path / "fewer", fewer, loss_of)
     assert float(sums[value_key("sample_size")]) == pytest.approx(B - 1, abs=1e-5), "a record moves it by S"
 
 
@@ -182,9 +182,9 @@ def test_a_record_moves_a_sum_by_no_more_than_S(bad, tmp_path):
         return F.cross_entropy(model(one[None] / 100), label[None])
 
     release = {name: RELEASE[name] | {"every_n_rounds": 1} for name in ("loss", "histogram")}
-    without = released(PrivateRound(own_plan(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
+    without = released(RoundEngine(own_plan(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
     more = torch.cat([x, torch.full((1, 3), 99.0)]), torch.cat([y, y[:1]])
-    with_it = released(PrivateRound(own_plan(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
+    with_it = released(RoundEngine(own_plan(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
     for name in release:
         moved = (with_it[f".value {name}"] - without[f".value {name}"]).norm()
         assert moved <= release[name]["clip_norm"] + 1e-5
@@ -202,7 +202,7 @@ def test_no_value_counts_as_zero_and_two_values_as_their_mean(tmp_path):
         return F.cross_entropy(model(batch[0][None]), batch[1][None])
 
     plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
-    found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+    found = released(RoundEngine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
     assert float(found[".value loss"]) == pytest.approx(0.5 * float((x[:, 0] > 0).sum()), abs=1e-6)
 
 
@@ -213,7 +213,7 @@ def test_values_of_another_dimension_are_refused(tmp_path):
         dpexp.release("loss", one[0])
         return F.cross_entropy(model(one[0][None]), one[1][None])
 
-    engine = PrivateRound(own_plan(model), model, GaussianNoise())
+    engine = RoundEngine(own_plan(model), model, GaussianNoise())
     with pytest.raises(ConfigError, match=r"3 entries.*dim=1"):
         released(engine, tmp_path / "ledger", batch, loss_of)
 
@@ -263,12 +263,12 @@ def test_the_standard_deviation_of_an_estimate(tmp_path):
     model = nn.Linear(3, 2)
     release = {"both": {"budget_share": 0.1, "values": {"a": {"alpha": 1, "dim": 2}, "b": {"alpha": 3}}}}
     plan = own_plan(model, n=N, q=Q, steps=400, noise_multiplier=1.0, private_metrics=release)
-    engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
+    engine, estimates = RoundEngine(plan, model, GaussianNoise()), MetricEstimates()
     ledger = LedgerWriter(tmp_path / "ledger", plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(400):
         ledger.sample(event_of(plan.sampling, N, 0))
         engine.begin(t)
-        engine.end()
+        engine.raise_if_none_contributed()
         metrics = estimates.add(engine.current_plan, t + 1, engine.release(ledger))
     ledger.close()
     assert set(estimates.history) == {"a/0", "a/1", "b"}

@@ -327,7 +327,7 @@ def test_the_glossary_says_which_delta_is_refused():
 def test_the_glossarys_classes_exist():
     rows = [row.split("|")[3] for row in GLOSSARY.partition("\n## ")[0].splitlines() if row.startswith("| ")][1:]
     names = re.findall(r"`([A-Z]\w+)", " ".join(rows))
-    assert len(names) > 12 and {"SamplingEvent", "SumQueryEvent", "PrivateRound"} <= {*names}
+    assert len(names) > 12 and {"SamplingEvent", "SumQueryEvent", "RoundEngine"} <= {*names}
     assert [
         name for name in names if not any(hasattr(place, name) for place in (dpexp, ledgers, sampling, rounds_module))
     ] == []

@@ -96,7 +96,7 @@ def test_an_epoch_is_drawn_together_and_the_next_one_anew():
     run = sampler(lambda t: policy, 30, rounds=12)
     for epoch in (0, 6):
         rounds, chunks = samples(run)
-        assert {chunk.epoch for _, chunk in chunks} == {epoch} and run.completed == epoch + 6
+        assert {chunk.first_round for _, chunk in chunks} == {epoch} and run.completed == epoch + 6
         assert Counter(i for sample in rounds for i in sample) == dict.fromkeys(range(30), 2)
 
 

@@ -178,7 +178,7 @@ def test_a_resumed_shuffled_epoch_has_the_samples_that_its_events_say_and_the_ne
         rounds, chunks = samples(run)
         assert [len(sample) for sample in rounds] == sizes
         assert len({i for sample in rounds for i in sample}) == sum(sizes), "disjoint"
-        assert {chunk.epoch for _, chunk in chunks} == {began} and run.completed == began + len(sizes)
+        assert {chunk.first_round for _, chunk in chunks} == {began} and run.completed == began + len(sizes)
 
 
 @pytest.mark.parametrize(

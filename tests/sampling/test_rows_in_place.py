@@ -29,7 +29,7 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.physical_batch import Performance
 from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User
@@ -310,7 +310,7 @@ class Job:
             )
             for policy, (adjacency, options) in POLICIES.items()
         }  # fmt: skip
-        self.engine = PrivateRound(self.plans["poisson"], module, GaussianNoise(), performance=Performance(64, False))
+        self.engine = RoundEngine(self.plans["poisson"], module, GaussianNoise(), performance=Performance(64, False))
 
     def sums(self, train, policy):
         """What each round sums, as one vector; an error ends the job."""
@@ -324,7 +324,7 @@ class Job:
                 for _, parts in rounds.sample(torch.device("cpu")):
                     for part in parts:
                         self.add(part)
-                self.engine.end()
+                self.engine.raise_if_none_contributed()
                 total = [self.engine._sums.get(name, torch.zeros(1)) for name in self.engine.parameters]
                 found.append(torch.cat([one.flatten().double() for one in total]))
                 rounds.sampler.completed += 1

@@ -28,7 +28,7 @@ from dpexp.accounting.rounding import up
 from dpexp.accounting.sampling import sampling_event
 from dpexp.config import Tracking
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.round import RoundEngine
 from dpexp.reporting import terminal
 from dpexp.tracking.client import end_dead_runs, open_store
 from dpexp.tracking.provenance import HOST
@@ -98,7 +98,7 @@ def test_a_run_that_is_not_private_says_so(asked, dpexp_job, tmp_path):
 
 def test_a_crash_is_failed_and_keeps_its_ledger_and_its_text_stays_on_this_machine(dpexp_job, tmp_path, monkeypatch):
     """It may quote a record."""
-    release, rounds = PrivateRound.release, []
+    release, rounds = RoundEngine.release, []
 
     def breaking(self, ledger):
         rounds.append(release(self, ledger))
@@ -106,7 +106,7 @@ def test_a_crash_is_failed_and_keeps_its_ledger_and_its_text_stays_on_this_machi
             raise ValueError("Target Smith, John is out of bounds")
         return rounds[-1]
 
-    monkeypatch.setattr(PrivateRound, "release", breaking)
+    monkeypatch.setattr(RoundEngine, "release", breaking)
     with pytest.raises(ValueError, match="Target"):
         dpexp_job(*QUICK)
     run, (ledger,) = only_run(tmp_path), tmp_path.glob("outputs/*/*/ledger.jsonl")

@@ -1,4 +1,4 @@
-"""The privacy ledger (McMahan et al. 2018, section 6), as events in memory and as JSON Lines on disk.
+"""The privacy ledger (arXiv 1812.06210, section 6), as events in memory and as JSON Lines on disk.
 
 The file is append-only and readable without this package:
 

@@ -1,4 +1,30 @@
-"""The contents of a ledger (McMahan et al. 2018, section 6): sampling events and query events, grouped in rounds."""
+"""The contents of a ledger (arXiv 1812.06210, section 6): sampling events and query events, grouped in rounds.
+
+    Ledger                     distinct rounds, and how often each happened
+      Round                    what one round released of one sample
+        SamplingEvent          how the sample was drawn (`dpexp.accounting.sampling.policy`)
+        SumQueryEvent, …       one for each group that was released: its S and σ̃, and the bands c of its noise
+      Round
+        SamplingEvent          all records
+        OneTimeQueryEvent      a query that is answered once, such as before training
+
+An event is a frozen dataclass of public numbers: nothing in it depends on the sample that was drawn, nor on data.
+
+*Formula.* A round is accounted as one Gaussian sum query with the noise multiplier z of `Round.z`:
+
+    z = (Σ_g (S_g/σ̃_g)² ‖c_g‖²)^(-1/2)   (arXiv 1812.06210, equation 1; half of it if a record is replaced).
+
+| Case | What happens |
+|---|---|
+| the sample was empty | the round counts as any other: its noise was released |
+| a group is not released in a round | the round has no query event of it, and a larger z |
+| a ratio S/σ̃ below 1e-8 or above 1e8 (`LARGEST_RATIO`) | ConfigError |
+| a one-time query beside another query, or on a sample | ConfigError |
+| no rounds | the ledger is false, and costs ε = 0 |
+
+Read next: `dpexp.accounting.releases` (rounds as an accountant sees them), `dpexp.accounting.accountants`. The
+docstring of `dpexp.accounting.ledger` describes the file.
+"""
 
 import math
 from collections import Counter
@@ -10,7 +36,7 @@ from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.accounting.sampling.policy import SamplingEvent
 from dpexp.errors import ConfigError
 
-LARGEST_Z = 1e8
+LARGEST_RATIO = 1e8  # of a sensitivity to its noise, and of the noise to the sensitivity
 
 
 def is_number(value: object) -> bool:
@@ -33,7 +59,7 @@ def _check_positive(owner: str, **values: object) -> None:
 
 
 def _check_ratio(owner: str, name: str, S: float, scale: float) -> None:
-    if not scale / LARGEST_Z <= S <= scale * LARGEST_Z:
+    if not scale / LARGEST_RATIO <= S <= scale * LARGEST_RATIO:
         raise ConfigError(
             f"{owner}: {name}={S}/{scale} must lie between 1e-8 and 1e8, beyond which accounting loses its digits."
         )
@@ -63,9 +89,10 @@ ADJACENCIES = ("add_remove", "replace_one", "replace_null")
 
 @dataclass(frozen=True)
 class SumQueryEvent:
-    """A Gaussian sum query with the privacy tuple (S, σ̃) (paper, sections 2 and 6).
+    """A Gaussian sum query with the privacy tuple (S, σ̃) (arXiv 1812.06210, sections 2 and 6).
 
-    Vectors of L2 norm at most S were summed, and noise of standard deviation σ̃ was added to the sum.
+    Vectors of L2 norm at most S were summed, and noise of standard deviation σ̃ was added to the sum. (Under joint
+    clipping both are in units of the scales α_j.)
 
     >>> from dpexp.accounting.ledger.events import SumQueryEvent
     >>> query = SumQueryEvent("conv", S=0.5, sigma=1.0)
@@ -73,6 +100,9 @@ class SumQueryEvent:
     (0.25, 1.0)
 
     Attributes:
+        group: the name of the group of vectors.
+        S: the clipping norm.
+        sigma: σ̃.
         bands: the coefficients c of correlated noise: σ̃ y_t was added, with y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0 and
             independent Z_t ~ N(0, I). None: independent noise, c = (1,).
     """
@@ -89,7 +119,8 @@ class SumQueryEvent:
         _check_ratio(owner, "S/sigma", self.S, self.sigma)
         if self.bands is not None:
             numbers = isinstance(self.bands, tuple) and all(map(is_number, self.bands))
-            if not (numbers and self.bands and self.bands[0] != 0 and 1e-8 <= math.hypot(*self.bands) <= 1e8):
+            has_norm = numbers and 1 / LARGEST_RATIO <= math.hypot(*self.bands) <= LARGEST_RATIO
+            if not (has_norm and self.bands and self.bands[0] != 0):
                 raise ConfigError(
                     f"{owner}: bands={self.bands!r} must be numbers with a norm between 1e-8 and 1e8, and the first "
                     "must not be 0."
@@ -104,7 +135,10 @@ class SumQueryEvent:
         return "gaussian" if self.bands is None else "banded gaussian"
 
     def squared_ratio(self, adjacency: str) -> float:
-        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z; four times that if a record is replaced."""
+        """(S/σ̃)² ‖c‖²: the squared norm of what a record adds to the standard normal Z of all rounds.
+
+        A record that is replaced moves it twice as far, so that the square is four times as large.
+        """
         squared_norm = math.fsum(c**2 for c in self.bands or (1.0,))
         return SENSITIVITY[adjacency] ** 2 * (self.S / self.sigma) ** 2 * squared_norm
 
@@ -159,7 +193,10 @@ class OneTimeQueryEvent:
         return self.query
 
     def squared_ratio(self, adjacency: str) -> float:
-        """The square of sensitivity over scale, which is μ of `gaussian`, ε of `laplace`."""
+        """(sensitivity/scale)².
+
+        Its root is the μ of Gaussian DP for Gaussian noise, and the ε of pure DP for Laplace noise.
+        """
         return ((self.S_replaced if adjacency == "replace_one" else self.S) / self.scale) ** 2
 
     def noisier(self, factor: float) -> Self:
@@ -172,7 +209,9 @@ Query = SumQueryEvent | OneTimeQueryEvent
 
 @dataclass(frozen=True)
 class Round:
-    """One sampling event and the sum queries on its sample; or one query on all records that is answered once.
+    """What one round released: one sampling event, and the queries on its sample.
+
+    The queries are sum queries; or the only one is a query on all records that is answered once.
 
     >>> from dpexp import Poisson
     >>> from dpexp.accounting.ledger.events import Round, SumQueryEvent
@@ -209,8 +248,11 @@ class Round:
         return tuple(sorted((query.name, query.bands) for query in self.queries if query.bands is not None))
 
     def z(self, adjacency: str) -> float:
-        """Noise over sensitivity of the round as one query: (Σ_g (S_g/σ̃_g)²‖c_g‖²)^(-1/2) (paper, equation 1), half of
-        it if records are replaced."""
+        """Noise over sensitivity of the round as one query (arXiv 1812.06210, equation 1).
+
+        z = (Σ_g (S_g/σ̃_g)² ‖c_g‖²)^(-1/2), half of it if records are replaced. *Why:* scaled by its noise, the
+        sums of all groups are one standard normal vector, whose mean a record moves by at most the root of this sum.
+        """
         return 1 / math.sqrt(sum(query.squared_ratio(adjacency) for query in self.queries))
 
 
@@ -243,11 +285,14 @@ class Ledger:
     300
 
     Attributes:
+        adjacency: one of `ADJACENCIES`.
+        rounds: how often each distinct round happened.
         incomplete: the file has no closing line at its end, or lines are missing: rounds may be missing.
-        not_private_reason: why (ε, δ) of the rounds does not cover all that the run shows, if so.
+        not_private_reason: why (ε, δ) of the rounds does not cover all that the run shows; None: it does.
         record: the privacy unit, as in the header; None: one example.
-        lost: why lines are known to be missing, if so; then the ledger is `incomplete` too.
-        unverified: what the end of a ledger file that reads as complete cannot prove.
+        lost: why lines are known to be missing; then the ledger is `incomplete` too. None: none are known to be.
+        unverified: the reason why the file may have been cut or restored although it reads as complete, such as that no
+            ledger.end.json is next to it. None: the ledger is incomplete, or was not read from a file.
         part: the only records that the rounds used; None: all of the data set.
     """
 
@@ -293,6 +338,10 @@ def check_same(ledgers: Sequence[Ledger], subject: str, verb: str) -> None:
 def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
     """One ledger with the rounds of several runs on the same data.
 
+    Rounds whose samples were drawn together, such as an epoch of a shuffle, have the number of their first round in
+    common. Each run counts from 0, so these numbers are moved: otherwise epochs of different runs, whose samples are
+    unrelated, would be accounted as one epoch. `unverified` is left out, since it speaks of the end of one file.
+
     >>> from dpexp import Ledger
     >>> from dpexp.accounting.ledger.events import concatenate
     >>> len(concatenate([Ledger("add_remove", {}), Ledger("add_remove", {})]))
@@ -307,7 +356,7 @@ def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
     for ledger in ledgers:
         for round_, count in ledger.rounds.items():
             first = round_.sampling.first
-            if first is not None:  # what different runs drew together is unrelated
+            if first is not None:
                 round_ = replace(round_, sampling=replace(round_.sampling, first=first + offset))
             rounds[round_] += count
         offset = 1 + max((round_.sampling.first or 0 for round_ in rounds), default=0)

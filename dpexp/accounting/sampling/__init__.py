@@ -1,6 +1,6 @@
-"""Sampling policies, one class in one file each (paper, section 5). To add one, add its file, a line here and a YAML.
+"""Sampling policies, one class in one file each (arXiv 1812.06210, section 5).
 
-What the classes share is in `policy`.
+To add one, add its file, a line here and a YAML. What the classes share is in `policy`.
 """
 
 from functools import lru_cache
@@ -67,6 +67,7 @@ def event_of(policy: Policy, n: int, first: int | None = None) -> SamplingEvent:
     """The event of a sample by a policy at its rate, as its ledger's readers will see it.
 
     Args:
-        n: published number of records; first: the first round of those that are drawn with it.
+        n: published number of records.
+        first: the first round of those that are drawn with it.
     """
     return sampling_event(**SamplingEvent(policy, n, first if policy.drawn_with else None).facts())

@@ -1,4 +1,19 @@
-"""Independent samples of one of several partitions in turn."""
+"""Cyclic Poisson sampling: independent samples of one of several partitions in turn.
+
+*Formula.* The records are divided into b partitions at random. Round i draws each record of partition i mod b with
+probability q·b. A block of N rounds counts as its ⌈N/b⌉ most expensive rounds of Poisson sampling at rate q·b.
+
+| Case | What happens |
+|---|---|
+| b = 1 | Poisson sampling |
+| q·b above 1 | ConfigError, which names the largest b |
+| noise with more bands than b | refused (`dpexp.accounting.releases`): correlated rounds may share a record |
+| a job is resumed | a new block begins, with new partitions and new noise; each block counts by itself |
+| rounds of a block differ in q, b or bands | the ledger is refused |
+| a partition or a sample without records | a round as any other, whose noise is released |
+
+Read next: `poisson`; `dpexp.privacy.noise.correlated`.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,17 @@
-"""Samples of one size."""
+"""Sampling without replacement: samples of one size.
+
+*Formula.* Each round draws a uniformly random subset of exactly q·n records, independently of other rounds.
+
+| Case | What happens |
+|---|---|
+| q·n is a whole number up to rounding errors | it is the size of each sample |
+| it is another number | ConfigError, which names the nearest |
+| q = 1 | every record is drawn, and sampling does not amplify |
+| the training set does not hold exactly n records | refused: the bound is stated for n |
+| a record is added, removed or nulled | not covered; only replacing one is |
+
+Read next: `shuffle` (disjoint samples); `dpexp.accounting.dominating_pairs` (`FixedSizePair`).
+"""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,16 @@
-"""Samples of all records."""
+"""Full batches: samples of all records.
+
+*Formula.* q = 1. All rounds of a job are together one Gaussian release with 1/z² = Σ_t 1/z_t²
+(`dpexp.accounting.composition.composed`).
+
+| Case | What happens |
+|---|---|
+| E epochs | ⌈E⌉ rounds |
+| the training set does not hold exactly n records | allowed: nothing depends on n but the average's denominator |
+| one-time queries before training | are on full batches, too (`dpexp.accounting.ledger.events`) |
+
+Read next: `poisson` (samples that amplify privacy).
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

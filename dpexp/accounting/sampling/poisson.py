@@ -1,4 +1,18 @@
-"""Independent samples of records."""
+"""Poisson sampling: independent samples of records.
+
+*Formula.* Each record enters each sample with probability q, independently of all else. A round counts as one
+Poisson-sampled Gaussian release (`policy.poisson_release`).
+
+| Case | What happens |
+|---|---|
+| empty sample | a round as any other, whose noise is released |
+| q = 1 | every record is drawn, and sampling does not amplify |
+| q is not a multiple of 2^-63 | the rate is smaller by less than 2^-63, never larger |
+| the training set does not hold exactly n records | allowed: each record is drawn with probability q all the same |
+| a record is replaced by another | accountant `pld` alone |
+
+Read next: `truncated_poisson`, `cyclic_poisson`; `dpexp.accounting.dominating_pairs` (`PoissonPair`).
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +33,7 @@ from dpexp.errors import checks_arguments
 @checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class Poisson(RatedPolicy):
-    """Each record enters a sample independently with probability q (paper, section 5: i.i.d. samples).
+    """Each record enters a sample independently with probability q (arXiv 1812.06210, section 5: i.i.d. samples).
 
     Removing a record from such a sample and nulling it are the same pair of distributions.
 

@@ -2,7 +2,21 @@
 
 A policy is one class in one file. The class that draws the samples is also the one that says for which adjacencies and
 accountants they are covered, and which releases its rounds count as, so that no other sampler can be accounted than the
-one that ran (paper, sections 5 and 6). Imports nothing slow.
+one that ran (arXiv 1812.06210, sections 5 and 6).
+
+*Formula.* A record is in a sample with probability q; a job has T = steps rounds, or T = ⌈E/q⌉ for E epochs.
+
+| Case | What happens |
+|---|---|
+| E/q is an integer up to rounding errors | T is that integer |
+| more than 2^31 rounds | ConfigError |
+| q = 1 | every record is in every sample; nothing is amplified |
+| `expected_batch_size` above n | ConfigError, since q would exceed 1 |
+| a user's subclass that only draws in another way | keeps its parent's name, and is accounted as its parent |
+| a user's subclass that says what its rounds cost | is called module.Class in ledgers, and accounted by itself |
+
+Read next: `poisson` (the simplest policy), `dpexp.accounting.releases` (who calls `Policy.releases`). Imports nothing
+slow.
 """
 
 import math
@@ -25,7 +39,8 @@ from dpexp.errors import (
 )
 
 MOST_ROUNDS = 2**31  # at a millisecond each, 25 days
-# What a policy says of its rounds' cost: a reader that rebuilds the policy from its name must find the same.
+# The members of a policy that decide what its rounds cost. A ledger has a policy's name and numbers only, so a class
+# that overrides one of these must not have its parent's name: a reader would account its rounds as the parent's.
 ACCOUNTED = {"covers", "releases", "written", "drawn_with", "rounds_apart"}
 ALL_ACCOUNTANTS = ("pld", "rdp", "moments", "strong", "basic")
 
@@ -44,13 +59,24 @@ class RandomNumbers(Protocol):
 class Release:
     """One mechanism as an accountant sees it: Gaussian, unless its policy is `laplace`.
 
+    `policy` is one of
+
+    - `poisson`: a Poisson sample, of which a record is removed, to which one is added, or in which one is nulled; and
+      with q = 1 any sample whose randomness does not count.
+    - `poisson_replaced`: a Poisson sample in which a record is replaced by another.
+    - `truncated_poisson`: a Poisson sample of `n` records that is cut to at most `maximum`.
+    - `fixed_size`: a random subset of q·n of `n` records.
+    - `random_allocation`: `steps` rounds together, of which a record is in one, drawn at random.
+    - `laplace`: a query on all records with Laplace noise, which is 1/z-DP.
+
     Attributes:
-        z: σ̃ over the sensitivity.
-        q: the probability that a record is in it; 1: no amplification by sampling, but in random_allocation.
-        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson, fixed_size;
-            random_allocation: `steps` rounds, of which a record is in one, drawn at random; or laplace: a query on all
-            records with Laplace noise, which is 1/z-DP.
-        n, maximum: for truncated_poisson and fixed_size the number of records, for the former the largest sample.
+        z: the noise over the sensitivity: σ̃ of Gaussian noise, the scale b of Laplace noise.
+        q: the probability that a record is in the sample. With q = 1 sampling does not amplify privacy; only
+            `random_allocation` has q = 1 and is amplified, by `steps`.
+        policy: see above.
+        n: the number of records, of `truncated_poisson` and `fixed_size`.
+        maximum: the size of the largest sample, of `truncated_poisson`.
+        steps: the number of rounds, of `random_allocation`.
     """
 
     z: float
@@ -65,10 +91,11 @@ class Released(NamedTuple):
     """Equal rounds of a ledger, as `Policy.releases` gets them.
 
     Attributes:
-        event: their sampling event.
-        z: their noise multiplier over the sensitivity of the adjacency (1, or 2 if a record is replaced).
-        times: how many there are.
-        correlation: the coefficients of noise that is correlated over rounds, by group; of others nothing.
+        event: the sampling event of each of the rounds.
+        z: `Round.z` of each: the noise multiplier, halved if a record is replaced by another.
+        times: how many such rounds there are.
+        correlation: pairs of a group's name and the bands c of its noise. Groups whose noise is independent over rounds
+            are left out.
     """
 
     event: "SamplingEvent"
@@ -81,23 +108,27 @@ class Released(NamedTuple):
 class Policy(ABC):
     """How samples are drawn. A subclass is the whole of a policy; docs/extending.md shows one.
 
-    `Poisson(expected_batch_size=256, epochs=10)` is what a user gives. `resolve` makes of it, for published numbers of
-    examples and records, the policy at a rate q that a plan and its ledger have, and the number of rounds.
+    A user gives `Poisson(expected_batch_size=256, epochs=10)`. For the published number of examples `resolve` returns
+    what a plan and its ledger have: the policy with its rate q and without a length, and the number of rounds T.
+
+    *Names.* A subclass that overrides nothing in `ACCOUNTED` keeps its parent's name and is accounted as its parent, so
+    its samples must have the same distribution as the parent's. The name of any other subclass becomes module.Class,
+    under which readers of the ledger import it.
 
     Args:
-        steps: rounds T; or `epochs` E, for T = ⌈E/q⌉, also of a q that is solved for.
+        steps: rounds T; or `epochs` E, for T = ⌈E/q⌉. If q is solved for, T follows from the q that is found.
 
     Attributes:
-        name: in ledgers. A class of your own inherits that of the policy whose samples have the same distribution, as
-            which it is accounted. One that says anything else of what its rounds cost (see `ACCOUNTED`) is called by
-            its module and name, under which readers of the ledger find it.
+        name: the policy's name in ledgers.
         covers: for each adjacency that can be claimed, the default one first, the accountants that have a bound.
         why: why other adjacencies cannot be claimed.
-        written: fields of the policy that are in ledgers, by their names there.
-        drawn_with: the name in ledgers of the first round of those that are drawn together; None: each by itself.
+        written: names of fields that are in ledgers -> their keys there.
+        drawn_with: the key in ledgers for the first of the rounds that are drawn together; None: each is drawn by
+            itself.
         needs_exact_n: the training set must hold exactly n records.
         is_cyclic: all samples of a job depend on one another.
-        rate_can_vary: q may be solved for, and vary over rounds; has_schedules: z and S may vary.
+        rate_can_vary: q may be solved for, and vary over rounds.
+        has_schedules: z and S may vary over rounds.
         rounds_apart: a record is in at most one of so many rounds in a row.
         weight: the sample's size over that of others of its epoch; its average gradient is multiplied by it.
     """
@@ -156,14 +187,18 @@ class Policy(ABC):
         """The releases that rounds count as, with their numbers: all rounds, or those that were drawn together."""
 
     def at_rate(self, n: int, records: int) -> Self:
-        """The policy with its rate for n examples in so many records."""
+        """The policy with the rate q that its arguments mean for n examples in so many records.
+
+        Here the policy itself: its rate does not depend on n. `RatedPolicy` makes q of `expected_batch_size`.
+        """
         return self
 
     def resolve(self, n: int, records: int | None = None) -> tuple[Self, int]:
-        """The policy at its rate, without its length, and the number of rounds T.
+        """The policy with its rate, without `steps` or `epochs`, and the number of rounds T.
 
         Args:
-            n: published number of examples; records: of records, where a record is not one example.
+            n: published number of examples.
+            records: published number of records; None: each example is one.
 
         Raises:
             ConfigError: q or T is not given exactly once, or the values do not go with n.
@@ -175,14 +210,14 @@ class Policy(ABC):
         return policy, self.length(policy)
 
     def length(self, policy: "Policy") -> int:
-        """The number of rounds T of a policy at its rate, for this one's steps or epochs."""
+        """The number of rounds T that this policy's steps or epochs mean for `policy`, the same one with its rate."""
         length = int(self.steps or 0) if self.epochs is None else policy.rounds(self.epochs)
         if length > MOST_ROUNDS:
             raise ConfigError(f"sampling.steps or sampling.epochs gives {length} rounds; at most 2^31 are possible.")
         return length
 
     def rounds(self, epochs: float) -> int:
-        """The rounds of some epochs, ⌈E/q⌉, where a quotient within rounding error of an integer counts as it."""
+        """⌈E/q⌉, the number of rounds of E epochs. A quotient E/q that is an integer up to rounding counts as it."""
         exact = epochs * self.rounds_per_epoch
         nearest = round(exact)
         return nearest if math.isclose(exact, nearest, rel_tol=1e-9) else math.ceil(exact)
@@ -229,7 +264,7 @@ class RatedPolicy(Policy):
 
 @dataclass(frozen=True)
 class SamplingEvent:
-    """A sample was drawn (paper, section 6).
+    """A sample was drawn (arXiv 1812.06210, section 6).
 
     Attributes:
         policy: how, with its rate.

@@ -1,4 +1,19 @@
-"""Samples in which each record draws its own rounds of an epoch."""
+"""Random allocation: samples in which each record draws its own rounds of an epoch.
+
+*Formula.* Of the t = k/q rounds of an epoch each record is in k, a uniformly random subset that it draws for itself. An
+epoch counts as k - r times one random round of m = ⌊t/k⌋, and r = t - km times one of m + 1.
+
+| Case | What happens |
+|---|---|
+| k/q is not a whole number | t is the nearest one, and q = k/t |
+| k = t, so that a record is in every round | sampling does not amplify |
+| a ledger has only some of an epoch's rounds | they count as the whole epoch |
+| a job is resumed within an epoch | it begins the next epoch that is not charged yet (`PrivacyPlan.resumed_at`) |
+| a ledger has more than t rounds of an epoch, or they differ in k or t | the ledger is refused |
+| a subclass | refused: its samples might depend on one another |
+
+Read next: `dpexp.accounting.random_allocation` (the dominating pair); `shuffle`.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

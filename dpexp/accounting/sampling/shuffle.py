@@ -1,4 +1,18 @@
-"""Disjoint samples of a shuffled epoch."""
+"""Shuffling: disjoint samples of an epoch.
+
+*Formula.* A random order of all n records is cut into ⌈1/q⌉ samples of q·n records; the last one has the rest. A record
+is in one of them, so an epoch costs as much as its round with the smallest z would on all records.
+
+| Case | What happens |
+|---|---|
+| q·n does not divide n | the last sample is smaller; its average gradient is multiplied by its `weight` below 1 |
+| a ledger has only some of an epoch's rounds, as a job that ended does | they count as the whole epoch |
+| rounds of an epoch make up more than all records | the ledger is refused |
+| the training set does not hold exactly n records | refused: batch sizes must be public |
+| a record is added or removed | not covered; replacing or nulling one is |
+
+Read next: `random_allocation` (the rounds of an epoch with amplification).
+"""
 
 import math
 from collections.abc import Iterator, Sequence

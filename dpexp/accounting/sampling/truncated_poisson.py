@@ -1,4 +1,17 @@
-"""Independent samples of records, cut to a largest size."""
+"""Truncated Poisson sampling: independent samples of records, cut to a largest size.
+
+*Formula.* Each record enters a sample with probability q. Of a sample above `max_batch_size` a uniformly random subset
+of that size is kept.
+
+| Case | What happens |
+|---|---|
+| a sample of at most `max_batch_size` records, or an empty one | it is used as it is |
+| a larger sample | records leave it by chance; whether one stays depends on how many others there are |
+| the training set does not hold exactly n records | refused: the bound is stated for n |
+| a record is added or removed, or replaced by another | not covered; only nulling is |
+
+Read next: `poisson`; `dpexp.accounting.dominating_pairs` (`TruncatedPoissonPair`).
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

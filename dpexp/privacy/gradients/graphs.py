@@ -68,7 +68,7 @@ class Graphs:
 
     def _clips_and_counts(self, rows: int) -> list[Tensor]:
         """The clip norms of the plan, and a mask [rows] that is true."""
-        return [self._clip.clip_norms((), self._device), torch.ones(rows, dtype=torch.bool, device=self._device)]
+        return [self._clip.bounds((), self._device), torch.ones(rows, dtype=torch.bool, device=self._device)]
 
     def _inputs(self, records: Chunk) -> list[Tensor]:
         """What a graph takes, if all records count."""
@@ -84,15 +84,15 @@ class Graphs:
             See `ClippedSums.of`.
         """
         k = len(self.one.specs)
-        state, clip_norms, counted, records = inputs[:k], inputs[k], inputs[k + 1], inputs[k + 2 :]
+        state, bounds, counted, records = inputs[:k], inputs[k], inputs[k + 1], inputs[k + 2 :]
         with torch.no_grad(), full_precision(self._device):
             gradients = self._lifted([t.detach() for t in state], [t.detach() for t in records])
-            return self._clip.of(gradients, clip_norms, counted, self.one.draws)
+            return self._clip.clipped_sums(gradients, bounds, counted, self.one.draws)
 
     def _perturbed(self, run: Callable[[list[Tensor]], dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
         """Runs with perturbed weights: (records, which rows count) -> results."""
-        state, clip_norms = self.one.inputs.perturbed(), self._clip.clip_norms((), self._device)
-        return lambda records, counted: run([*state, clip_norms, counted, *records.tensors])
+        state, bounds = self.one.inputs.perturbed(), self._clip.bounds((), self._device)
+        return lambda records, counted: run([*state, bounds, counted, *records.tensors])
 
     def _traced(self, chunk: Chunk, rows: int) -> Graph:
         inputs = self._inputs(self.synthetic.records(chunk, rows, 0))
@@ -141,7 +141,7 @@ class Graphs:
         """The largest chunk: a compiled graph has one size. None: there is no limit."""
         return self._compiled_rows if self._compiled else None
 
-    def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def add(self, chunk: Chunk, bounds: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on a chunk, adds to `sums`, and returns each record's loss, norms and flags.
 
         Rows of padding are copies of the first record, which no operator refuses that accepts the records. Records with
@@ -153,13 +153,13 @@ class Graphs:
         graph = self._compiled or self._of_rows(chunk, rows)
         state, index = self.one.inputs.tensors(), torch.arange(rows, device=self._device)
         counted, padded = index < chunk.size, chunk.padded(rows)
-        found = graph([*state, clip_norms, counted, *padded.tensors], self._device)
+        found = graph([*state, bounds, counted, *padded.tensors], self._device)
         if not graph.zeroing and not bool((finite := found["finite"]).all()):
             if not bool((finite & counted).any()):
                 return rows_of(found, chunk.size)
             good = (finite & counted).nonzero()[0]
             replaced = padded.rows(torch.where(finite, index, good))
-            again = graph([*state, clip_norms, counted & finite, *replaced.tensors], self._device)
+            again = graph([*state, bounds, counted & finite, *replaced.tensors], self._device)
             found = again | {name: value for name, value in found.items() if not name.startswith("sum:")}
         add_sums(found, sums)
         return rows_of(found, chunk.size)

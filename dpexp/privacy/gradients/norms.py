@@ -4,24 +4,26 @@ Let u be the unit roundoff of a type (2^-24 in float32, 2^-53 in float64) and γ
 numbers are added, their sum is off by at most γ_k times the sum of their absolute values (Higham 2002, section 4.2), to
 first order in u. It follows:
 
-1. The norm of k numbers, by squaring, adding and taking the root, has a relative error of at most (k + 2)u/2. Vectors
-   of few entries are added in float64, where that is negligible. Of longer ones, each RUN of entries is added in
-   float32 and the runs in float64, which leaves 9 u = 5e-7.
-2. A square below the smallest normal number may underflow. Each entry's part in a norm is then off by up to that
-   number's root: 2^-63 in float32, 2^-511 if squared in float64. This is added to the norm.
-3. A matrix product of k terms is off by at most γ_k times the product of the factors' absolute values. A vector that is
-   a sum of outer products is not materialized. Its squared norm Σ_ts A_ts G_ts, from the Gram matrices A = x xᵀ and
-   G = g gᵀ, is off by at most γ_d ‖x‖² ‖G‖ + γ_p ‖g‖² ‖A‖ in Frobenius norms (Cauchy-Schwarz), and by γ_T ‖A‖ ‖G‖ for
-   adding T² terms, row by row in float32.
-4. Such a vector is added to a sum in T steps, each of which rounds the intermediate sum: by up to T u c Σ_t ‖g_t‖ ‖x_t‖
-   in all, which is much more than the vector itself if its terms cancel. This is added to its norm.
-5. A record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
-6. Where tensor cores multiply factors in bfloat16, u is 2^-22 in 3, and in 4 for each of the three products that add to
-   the sum, even if T is 1 (`dpexp.privacy.gradients.products`).
+- *Stored vectors.* The norm of k numbers, by squaring, adding and taking the root, has a relative error of at most
+  (k + 2)u/2. Vectors of few entries are added in float64, where that is negligible. Of longer ones, each RUN of entries
+  is added in float32 and the runs in float64, which leaves 9 u = 5e-7.
+- *Underflow.* A square below the smallest normal number may underflow. Each entry's part in a norm is then off by up to
+  that number's root: 2^-63 in float32, 2^-511 if squared in float64. This is added to the norm.
+- *Gram matrices.* A matrix product of k terms is off by at most γ_k times the product of the factors' absolute values.
+  A vector that is a sum of outer products is not materialized. Its squared norm Σ_ts A_ts G_ts, from the Gram matrices
+  A = x xᵀ and G = g gᵀ, is off by at most γ_d ‖x‖² ‖G‖ + γ_p ‖g‖² ‖A‖ in Frobenius norms (Cauchy-Schwarz), and by
+  γ_T ‖A‖ ‖G‖ for adding T² terms, row by row in float32.
+- *Adding in steps.* Such a vector is added to a sum in T steps, each of which rounds the intermediate sum: by up to
+  T u c Σ_t ‖g_t‖ ‖x_t‖ in all, which is much more than the vector itself if its terms cancel. This is added to its
+  norm.
+- *Large records.* A record with a factor beyond LARGEST counts as infinite, since its c would have too few digits.
+- *Tensor cores.* Where they multiply factors in bfloat16, u is 2^-22 in *Gram matrices*, and in *Adding in steps* for
+  each of the three products that add to the sum, even if T is 1 (`dpexp.privacy.gradients.products`).
 
-`clip_factors` subtracts from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can.
-For any clip rule, c is at most this S divided by such a norm (`dpexp.privacy.plan.clipping`). One error remains, which
-is no matter of one record's norm: each addition to the sum over records rounds that sum by up to u of its value.
+*The margin of S.* `clip_factors` subtracts from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and
+c in float64 can. For any clip rule, c is at most this S divided by such a norm (`dpexp.privacy.plan.clipping`). One
+error remains, which is no matter of one record's norm: each addition to the sum over records rounds that sum by up to u
+of its value.
 
 Norms, sums and noise are never computed in the autocast type, nor in TF32 or bfloat16 in place of float32
 (`full_precision`).
@@ -102,7 +104,7 @@ def row_chunks(x: Tensor, rows: int) -> list[Tensor]:
 
 
 def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tensor) -> Tensor:
-    """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖, by 3 and 4 above.
+    """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖, by *Gram matrices* and *Adding in steps* above.
 
     Both Gram matrices are symmetric: only strips up to the diagonal are computed.
 
@@ -127,11 +129,12 @@ def outer_product_norms(x: Tensor, g: Tensor, x_squared: Tensor, g_squared: Tens
         found.append(rows.sum(2, dtype=torch.float64))
         lengths.append(AG[:, :, start:].diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1, dtype=torch.float64))
     A_squared, G_squared, total = sum(found[1:], found[0]).unbind(1)
-    error_x, error_g = d * u * x_squared + d * T * lost, p * u * g_squared + p * T * lost
+    error_x = d * u * x_squared + d * T * lost  # of A: γ_d ‖x‖², and underflow
+    error_g = p * u * g_squared + p * T * lost  # of G
     norm_A = A_squared.sqrt() * _SLACK + error_x + T * _UNDERFLOW[dtype]
     norm_G = G_squared.sqrt() * _SLACK + error_g + T * _UNDERFLOW[dtype]
     norm_A, norm_G = torch.minimum(norm_A, x_squared), torch.minimum(norm_G, g_squared)  # ‖x xᵀ‖ <= ‖x‖²
-    error = error_x * norm_G + error_g * norm_A + T * u * norm_A * norm_G
+    error = error_x * norm_G + error_g * norm_A + T * u * norm_A * norm_G  # the last term for adding T² terms
     squared = _at_least_zero(total) + _SLACK * error + T**2 * lost
     added = T * ADDING[dtype] * sum(lengths[1:], lengths[0])
     return _or_infinite(squared.sqrt() + _SLACK * added)
@@ -157,8 +160,8 @@ def embedding_norms(same_row: Tensor, g: Tensor) -> Tensor:
     length = G.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
     total = torch.where(same_row, G, 0).sum(2).double().sum(1)
     lengths = torch.where(same_row, length[:, :, None] * length[:, None, :], 0).sum(2).double().sum(1)
-    lengths = _SLACK * lengths + T**2 * p * lost
-    error = (p + T + 2) * u * lengths + T**2 * p * lost
+    lengths = _SLACK * lengths + T**2 * p * lost  # Σ ‖g_t‖ ‖g_s‖ over positions of the same row, or more
+    error = (p + T + 2) * u * lengths + T**2 * p * lost  # of p terms in each product, and T that are added
     return _or_infinite((_at_least_zero(total) + _SLACK * error).sqrt() + T * u * lengths.sqrt())
 
 
@@ -166,8 +169,8 @@ def tied_norms(index: Tensor, e: Tensor, x: Tensor, o: Tensor, squares: Tensor) 
     """[B] in float64: at least ‖E + O‖ for E = Σ_t δ_{index_t} ⊗ e_t and O = Σ_s o_s ⊗ x_s.
 
     The inner product of E and O is Σ_st (x_s·e_t) o_s[index_t]. As computed, it is off by at most γ_{d+T+3}
-    Σ_st ‖x_s‖ ‖e_t‖ |o_s[index_t]|: by 3 above, a product x_s·e_t has d terms, and their sum is taken row by row. By 4,
-    adding a vector to a sum in S + T steps costs (S + T) u (Σ_s ‖o_s‖ ‖x_s‖ + Σ_t ‖e_t‖).
+    Σ_st ‖x_s‖ ‖e_t‖ |o_s[index_t]| (*Gram matrices* above): a product x_s·e_t has d terms, and their sum is taken row
+    by row. Adding a vector to a sum in S + T steps costs (S + T) u (Σ_s ‖o_s‖ ‖x_s‖ + Σ_t ‖e_t‖) (*Adding in steps*).
 
     Args:
         index: [B, T], rows of the table.

@@ -18,6 +18,19 @@ something else when it runs again on the same copies. So is a training hook, of 
 of a Trainer that by its own code reads what the step sets. The step is traced under the settings of the last round,
 too: if the traces differ by the epoch alone, it is traced in each epoch; otherwise it runs one record at a time. There
 a synthetic record must have the same loss and gradients before and after others.
+
+*A traced step that changes between rounds* is traced again (`Step.trace_again`):
+
+| What changed | When it is compared | What happens |
+|---|---|---|
+| the function, or what it reads (`TrainingStep.reads`) | in each round | it is traced again |
+| shapes of parameters or buffers | in each round | it is traced again |
+| attributes of the module | in the first 3 rounds and at the start of epochs | it is traced again |
+| the epoch, if the step reads it | at the start of epochs | it is traced again |
+| nothing, between epochs | | changes in a row are counted from 0 again |
+| any of these, and the new trace is as before | | the graph of the usual shape stays, the others are dropped |
+| any of these in 3 rounds in a row that begin no epoch, and the trace differs | | records run one at a time |
+| the function in 3 rounds in a row, and the trace is as before | | a warning: tracing each round is slow |
 """
 
 import warnings
@@ -25,6 +38,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -99,9 +113,14 @@ class Step:
         self, module: nn.Module, alone: OneAtATime, clip: ClippedSums, device: torch.device, usual: int,
         sizes: NormalDist, rounds: int, compile: bool | None, data: Memory, low_memory: bool = False,
     ) -> None:  # fmt: skip
-        self._module, self.alone, self._clip, self._device = module, alone, clip, device
-        self.usual, self._data, self._low_memory = usual, data, low_memory
+        self._module = module
+        self.alone = alone
+        self._clip = clip
+        self._device = device
+        self.usual = usual
         self.rounds = rounds
+        self._data = data
+        self._low_memory = low_memory
         self.compiling = CompileDecision(compile, sizes, rounds)
         self.mode: str | None = None
         self.reason = ""
@@ -110,8 +129,11 @@ class Step:
         self.constants: list[str] = []
         self._graphs: dict[Hashable, Graphs] = {}  # by shape of records, the usual shape first
         self._refused: dict[Hashable, str] = {}  # why records of a shape are not traced
-        self._calls = self._changes = self._other = 0
-        self._read: dict[str, Any] = {}  # by the step's function, when it was last traced
+        self._reference: Chunk  # a synthetic record of the usual shape; `_use` sets it with the first graph
+        self._rounds_seen = 0  # by `trace_again`, not counting its calls at the start of epochs
+        self._changes_in_a_row = 0  # rounds between epochs in which the step was traced again and differed
+        self._other_functions_in_a_row = 0  # rounds in which its function, or what that reads, was another
+        self._read: dict[str, Any] = {}  # by the step's function, when it was last looked at
         self._by_epoch = False  # the step reads the number of the epoch
         self._some_alone = False  # records of some shapes run one at a time
 
@@ -144,14 +166,19 @@ class Step:
     # ---- before the rounds, and where the step has changed -----------------------------------------------------------
 
     def decide(
-        self, chunk: Chunk, later: Settings = nullcontext, within: Settings = nullcontext, others: Sequence[Chunk] = ()
+        self,
+        chunk: Chunk,
+        last_round: Settings = nullcontext,
+        same_epoch: Settings = nullcontext,
+        others: Sequence[Chunk] = (),
     ) -> None:
         """Chooses the execution mode, traced or one record at a time, from the shapes and types of records alone.
 
         Args:
-            later: settings of the last round. A step is traced only if its graph is the same under these.
-            within: settings of a later round of the first epoch: a step that is the same under these alone is traced
-                in each epoch.
+            chunk: a record of the usual shape.
+            last_round: settings of the last round. A step is traced once if its graph is the same under these.
+            same_epoch: settings of a later round of the present epoch. A step whose graph is the same under these, but
+                not in the last round, is traced in each epoch.
             others: records of other shapes; a step is traced if 16 records have at most 12 shapes.
 
         Raises:
@@ -164,7 +191,7 @@ class Step:
                 raise NotTraceable("users train one at a time")
             if shapes > _MANY_SHAPES:
                 raise NotTraceable(f"the data's records have too many shapes to trace each. {_PAD}")
-            self._trace_first(chunk, later, within)
+            self._trace_first(chunk, last_round, same_epoch)
 
         self._choose(trace, [chunk, *others])
         if self.mode == TRACED and shapes > _SOME_SHAPES:
@@ -200,15 +227,15 @@ class Step:
         self._data.refuse(one.constants.items())
         return one
 
-    def _trace_first(self, chunk: Chunk, later: Settings, within: Settings) -> None:
+    def _trace_first(self, chunk: Chunk, last_round: Settings, same_epoch: Settings) -> None:
         self._read = chunk.step.reads()
         first = self._trace(chunk)
-        with later():
+        with last_round():
             what = difference(first, self._trace(chunk))
-        if what is not None:
+        if what is not None:  # is it the settings, and of these the epoch alone?
             if difference(first, self._trace(chunk)) is not None:
                 raise NotTraceable(f"the step is not the same each time it runs ({what})")
-            with within():
+            with same_epoch():
                 if difference(first, self._trace(chunk)) is not None:
                     raise NotTraceable(f"it reads a number that changes within an epoch ({what}); keep it in a buffer")
             self._by_epoch = True
@@ -231,42 +258,50 @@ class Step:
     def trace_again(self, step: TrainingStep, epoch_begins: bool = False) -> None:
         """Traces the step of a traced job again if it may have changed since.
 
-        In each round its function is compared, with what it reads, and the shapes of parameters and buffers; before the
-        first rounds and at the start of epochs plain attributes, too, and the epoch if it reads that. A step that
-        changes in several rounds running is no longer traced.
+        The table at the top of this file says what is compared, and what follows.
+
+        Args:
+            epoch_begins: the round is the first of an epoch.
         """
         if self.mode != TRACED:
             return
-        self._calls += not epoch_begins
-        due, usual = epoch_begins or self._calls <= _COMPARED_ROUNDS, self._usual_shape.one
+        if not epoch_begins:
+            self._rounds_seen += 1
         read = step.reads()
         is_other = bool(changed(self._read, read))
-        hooked = due and changed(usual.attributes, step.attributes())
-        stale = any(graphs.one.specs != graphs.one.inputs.specs() for graphs in self._graphs.values())
-        self._other = self._other + 1 if is_other else 0
-        if is_other or hooked or stale or (epoch_begins and self._by_epoch):
+        attributes_are_due = epoch_begins or self._rounds_seen <= _COMPARED_ROUNDS
+        hooked = attributes_are_due and changed(self._usual_shape.one.attributes, step.attributes())
+        reshaped = any(graphs.one.specs != graphs.one.inputs.specs() for graphs in self._graphs.values())
+        self._other_functions_in_a_row = self._other_functions_in_a_row + 1 if is_other else 0
+        if is_other or hooked or reshaped or (epoch_begins and self._by_epoch):
             chunk = replace(self._reference, step=step)
-            undisturbed(lambda: self._choose(lambda: self._trace_changed(chunk, epoch_begins), [chunk]))
+            trace = partial(self._trace_changed, chunk, epoch_begins)
+            undisturbed(partial(self._choose, trace, [chunk]))
         elif not epoch_begins:
-            self._changes = 0
+            self._changes_in_a_row = 0
         self._read = read
-        if self._other == _MAX_CHANGES + 1 and self.mode == TRACED:
+        if self._other_functions_in_a_row == _MAX_CHANGES + 1 and self.mode == TRACED:
             warnings.warn(f"the step is traced again in each round, which is slow: {OTHER_FUNCTION}.")
 
     def _trace_changed(self, chunk: Chunk, epoch_begins: bool) -> None:
+        """Traces a step that may have changed.
+
+        Raises:
+            NotTraceable: it has changed in too many rounds in a row.
+        """
         new = self._trace(chunk)
         if difference(self._usual_shape.one, new) is None:
             # Networks in lists may be others, and so may the steps of records of other shapes.
             self._usual_shape.one.attributes, self._usual_shape.one.inputs = new.attributes, new.inputs
             self._graphs, self._refused = {chunk.key: self._usual_shape}, {}
             return
-        changes = self._changes + (not epoch_begins)
-        if self._other > _MAX_CHANGES:
+        changes = self._changes_in_a_row if epoch_begins else self._changes_in_a_row + 1
+        if self._other_functions_in_a_row > _MAX_CHANGES:
             raise NotTraceable(OTHER_FUNCTION)
         if changes > _MAX_CHANGES:
             raise NotTraceable("hooks change an attribute that it reads in every round; keep it in a buffer")
         self._use(new, chunk)
-        self._changes = changes
+        self._changes_in_a_row = changes
 
     def _graphs_of(self, chunk: Chunk) -> Graphs:
         """The graphs of a chunk's shape; a new shape is traced first.
@@ -278,7 +313,7 @@ class Step:
         if key in self._graphs:
             return self._graphs[key]
         if key not in self._refused:
-            undisturbed(lambda: self._trace_new_shape(chunk, key))
+            undisturbed(partial(self._trace_new_shape, chunk, key))
         if key in self._refused:
             raise NotTraceable(self._refused[key])
         if len(self._graphs) == _SHAPES_TRACED:
@@ -294,7 +329,9 @@ class Step:
         The usual shape is traced again, too: if the step had changed, records of the new shape would be processed by
         another step than the others.
         """
-        usual, found, refused = self._usual_shape, dict[Hashable, Graphs](), dict[Hashable, str]()
+        usual = self._usual_shape
+        found: dict[Hashable, Graphs] = {}
+        refused: dict[Hashable, str] = {}
         try:
             one = self._trace(chunk)
             found[key] = self._graphs_for(one, chunk, synthetic=usual.synthetic)
@@ -325,14 +362,14 @@ class Step:
 
     # ---- in the rounds -----------------------------------------------------------------------------------------------
 
-    def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Found:
-        """Adds the clipped vectors of a chunk's records to `sums`; `clip_norms`: see `ClippedSums.clip_norms`.
+    def add(self, chunk: Chunk, bounds: Tensor, sums: dict[str, Tensor]) -> Found:
+        """Adds the clipped vectors of a chunk's records to `sums`; `bounds`: see `ClippedSums.bounds`.
 
         Yields losses, norms and flags of some of the records in order, or the error of a record without a loss. Raises
         ConfigError if the step keeps state, or has changed unseen.
         """
         if self.mode != TRACED:
-            yield from self._add_each(chunk, clip_norms, sums)
+            yield from self._add_each(chunk, bounds, sums)
             return
         try:
             graphs = self._graphs_of(chunk)
@@ -342,14 +379,14 @@ class Step:
                 warnings.warn(f"some records are processed one at a time, which is slow: {reason}")
                 self._some_alone = True
             with own_state(self._device):
-                each = [*self._add_each(chunk, clip_norms, sums)]
+                each = [*self._add_each(chunk, bounds, sums)]
             yield from each
             return
         if graphs.max_rows is not None and chunk.size > graphs.max_rows:
-            parts = chunk.split(graphs.max_rows)
+            parts = chunk.split(graphs.max_rows)  # a compiled graph has one size
         else:
             try:
-                yield graphs.add(chunk, clip_norms, sums)
+                yield graphs.add(chunk, bounds, sums)
                 return
             except _NOT_A_RECORDS_FAULT:
                 raise
@@ -357,12 +394,15 @@ class Step:
                 if chunk.size == 1:
                     yield error
                     return
+            # A record made the chunk fail, and nothing was added. Each is processed by itself, so that what the others
+            # contribute does not depend on it.
             parts = [chunk.row(i) for i in range(chunk.size)]
         for part in parts:
-            yield from self.add(part, clip_norms, sums)
+            yield from self.add(part, bounds, sums)
 
-    def _add_each(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Found:
-        weights, own = self.alone.weights(), dict[str, Tensor]()
+    def _add_each(self, chunk: Chunk, bounds: Tensor, sums: dict[str, Tensor]) -> Found:
+        weights = self.alone.weights()
+        own: dict[str, Tensor] = {}
         for i in range(chunk.size):
             found: dict[str, Tensor] | Exception
             with signals_deferred():
@@ -374,7 +414,7 @@ class Step:
                     found = error
                 else:
                     with torch.no_grad(), full_precision(self._device):
-                        found = self._clip.of(one, clip_norms, one.in_range, zeroing=True)
+                        found = self._clip.clipped_sums(one, bounds, one.in_range, zeroing=True)
                         add_sums(found, own)
                         found = rows_of(found, 1)
             yield found

@@ -35,8 +35,9 @@ class TrainingStep:
         module: the trained module.
         owner: whose method the step is: a LightningModule, which is `module`, or a Trainer; None: nobody.
         function: the user's function that `call` calls.
-        parts: names of the owner's attributes that belong to the run, of which a step may read numbers.
-        logged: gets the names of what the step logs; the values are dropped.
+        parts: names of the owner's attributes that belong to the run and not to the step, such as the `optimizer` of a
+            Trainer of transformers. The owner's copy has views of them, of which the step may read numbers.
+        logged: gets the names of what the step logs.
     """
 
     call: Callable[["StandIn", Any], Any]
@@ -65,16 +66,21 @@ class TrainingStep:
             yield own
 
     def attributes(self, own: "StandIn | None" = None) -> dict[str, Any]:
-        """See `module_copy.attributes`: those of the module and the owner, or of a stand-in's copies of them, but for
-        the parts of the run."""
+        """The attributes of the module and the owner, except for the parts of the run: see `module_copy.attributes`.
+
+        Args:
+            own: a stand-in, whose copies of the module and the owner are looked at instead.
+        """
         seen = own or self
         return attributes(seen.module, seen.owner, self.parts)
 
     def reads(self) -> dict[str, Any]:
-        """What the function is and reads besides its arguments, one level deep, by name.
+        """What the function depends on besides its arguments, by name.
 
-        That is its code, its defaults, the object whose method it is, and the variables of its closure and its module
-        that its code names; what these reach in turn is not in it. Of another callable, it is the object itself.
+        It is compared from round to round, so that the step is traced again once something that it depends on was
+        replaced (`Step.trace_again`). It has the function's code, its defaults, the object whose method it is, and the
+        variables of its closure and its module that its code names. What these reach in turn is not in it. If the
+        function is a callable of another kind, it is the object itself.
         """
         function = getattr(self.function, "__func__", self.function)
         found: dict[str, Any] = {"self": getattr(self.function, "__self__", None)}
@@ -114,7 +120,7 @@ class StandIn:
             output = self.step.call(self, record)
         except (Exception, KeyboardInterrupt):
             raise
-        except BaseException as error:
+        except BaseException as error:  # as SystemExit of sys.exit(): whether a job ends must not tell of one record
             raise RuntimeError(f"{type(error).__name__}: {words_of(error)}") from None
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -131,7 +137,7 @@ class StandIn:
         for name, part in self.module.named_modules():
             if isinstance(part, Metric | MetricCollection):
                 vars(part).update(dict.fromkeys(_MUTED, partial(_hidden, part, f"self.{name}", self.step.logged)))
-        for name, muted in (("log", partial(drop, self.step.logged)), ("print", print)):
+        for name, muted in (("log", partial(log_privately, self.step.logged)), ("print", print)):
             if hasattr(type(self.owner), name):
                 vars(self.owner)[name] = muted
 
@@ -145,9 +151,12 @@ def _hidden(metric: Any, name: str, logged: set[str], *_: Any, **__: Any) -> Any
     return {key: HiddenNumber() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else HiddenNumber()
 
 
-def drop(logged: set[str], name: Any = None, value: Any = None, *_: Any, logs: Any = None, **__: Any) -> None:
-    """Takes the place of `log`: notes names, and passes the values on for private release, which drops them unless the
-    plan has a metric of that name. Lightning's `log` gets a name and a value, that of transformers a dictionary."""
+def log_privately(logged: set[str], name: Any = None, value: Any = None, *_: Any, logs: Any = None, **__: Any) -> None:
+    """Takes the place of `log`: notes names, and passes the values on for private release.
+
+    If the plan has no metric of a name, the value is dropped there. Lightning's `log` gets a name and a value, that of
+    transformers a dictionary.
+    """
     several = name if isinstance(name, dict) else logs
     for key, one in {name: value}.items() if several is None else several.items():
         logged.add(key)

@@ -6,8 +6,8 @@ estimates the fraction of records that are not clipped, and S <- S exp(-η (b̂ 
 σ̃_g = z S_g/√w_g moves with S_g, so that every round costs what was planned.
 
 Under separate clipping S_g of each group adapts (`clip_norm=adaptive`); under joint clipping the scale α_j of each
-vector (`alpha=adaptive`), from 1[‖v_j‖ <= α_j], so that vectors of very different lengths use S equally (McMahan et al.
-2018, section 2).
+vector (`alpha=adaptive`), from 1[‖v_j‖ <= α_j], so that vectors of very different lengths use S equally (arXiv
+1812.06210, section 2).
 """
 
 import math
@@ -65,19 +65,16 @@ def adaptive_targets(
     for name, mechanism in mechanisms.items():
         if isinstance(mechanism, Joint) and isinstance(mechanism.alpha, AdaptiveClipNorm):
             adapting[name] = ("alpha", mechanism.alpha)
-    found: dict[tuple[str, str | None], tuple[float, float]] = {}
+    members: list[AdaptiveMember] = []
     total = 0.0
     for (key, norm), names in distinct(adapting):
         total += norm.budget_share
-        for name, quantile in zip(
-            names, by_group(f"{key}.target_quantile", norm.target_quantile, names, _fraction), strict=True
-        ):
+        quantiles = by_group(f"{key}.target_quantile", norm.target_quantile, names, _fraction)
+        for name, quantile in zip(names, quantiles, strict=True):
             vectors = [vector.name for vector in groups[name]] if key == "alpha" else [None]
-            found |= {(name, vector): (quantile, float(norm.learning_rate)) for vector in vectors}
-    ordered = sorted(found, key=lambda member: [*groups].index(member[0]))
-    return (
-        AdaptiveTargets(tuple(AdaptiveMember(*member, *found[member]) for member in ordered)) if found else None
-    ), total
+            members += [AdaptiveMember(name, vector, quantile, float(norm.learning_rate)) for vector in vectors]
+    members.sort(key=lambda member: [*groups].index(member.group))
+    return AdaptiveTargets(tuple(members)) if members else None, total
 
 
 def _fraction(key: str, value: float) -> float:
@@ -110,8 +107,9 @@ class AdaptiveState:
 
     def plan_of_round(self, plan: PrivacyPlan) -> PrivacyPlan:
         """A round's plan with the current clipping norms."""
-        by = {(m.group, m.vector): by for m, by in zip(self._targets.members, self.multipliers, strict=True)}
-        return replace(plan, groups=tuple(g if g.is_metric else _scaled(g, by) for g in plan.groups))
+        members = zip(self._targets.members, self.multipliers, strict=True)
+        multipliers = {(member.group, member.vector): multiplier for member, multiplier in members}
+        return replace(plan, groups=tuple(g if g.is_metric else _scaled(g, multipliers) for g in plan.groups))
 
     def record_and_update(
         self, now: PrivacyPlan, counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
@@ -119,25 +117,38 @@ class AdaptiveState:
         """Updates the clipping norms by the counts of a round.
 
         Args:
-            now: the round's plan; completed: its number, from 1.
+            now: the round's plan.
+            counts: released, see `update`.
+            completed: the number of the round, from 1.
             history: the round's clipping norms are added to it (see `MetricEstimates`).
 
         Returns:
             The round's clipping norms and fractions, as metrics.
         """
-        norms, found = dict(self.clip_norms(now)), self.update(counts, now.sampling.weight)
+        norms = dict(self.clip_norms(now))
+        fractions = self.update(counts, now.sampling.weight)
         for name, norm in norms.items():
             history.setdefault(name, []).append((completed, norm, 0.0))
-        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in found.items()}
+        return norms | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in fractions.items()}
 
     def update(self, released: Tensor, weight: float = 1.0) -> dict[str, float]:
-        """Updates the multipliers by the noisy counts Σ_i b_i/qn [k] of a sample of that weight; returns b̂ by name."""
+        """Updates the multipliers by the noisy counts of a sample.
+
+        Args:
+            released: [k], Σ_i b_i/qn of each member, with noise.
+            weight: of the sample, see `Policy.weight`.
+
+        Returns:
+            b̂ by the member's name.
+        """
         fractions = {}
         for k, (name, member) in enumerate(zip(self._targets.names, self._targets.members, strict=True)):
-            fractions[name] = float(released[k]) + 0.5
-            exponent = -member.learning_rate * weight * (fractions[name] - member.target_quantile)
+            fraction = float(released[k]) + 0.5
+            exponent = -member.learning_rate * weight * (fraction - member.target_quantile)
+            # Noise may put b̂ far outside [0, 1]: no round changes a clipping norm by more than a factor of e.
             multiplier = self.multipliers[k] * math.exp(max(-1.0, min(1.0, exponent)))
             self.multipliers[k] = min(max(multiplier, 1 / _LARGEST_MULTIPLIER), _LARGEST_MULTIPLIER)
+            fractions[name] = fraction
         return fractions
 
     def clip_norms(self, now: PrivacyPlan) -> Iterator[tuple[str, float]]:
@@ -152,12 +163,17 @@ class AdaptiveState:
                 yield f"alpha/{name}", alphas[member.vector]
 
 
-def _scaled(group: Group, by: Mapping[tuple[str, str | None], float]) -> Group:
-    factor = by.get((group.name, None), 1.0)
+def _scaled(group: Group, multipliers: Mapping[tuple[str, str | None], float]) -> Group:
+    """The group with S and σ̃, or its α_j, times their multipliers.
+
+    Args:
+        multipliers: by group and vector; the vector is None where S adapts.
+    """
+    factor = multipliers.get((group.name, None), 1.0)
     alphas = zip(group.vectors, group.alphas, strict=True)
     return replace(
         group, S=group.S * factor, sigma=group.sigma * factor,
-        alphas=tuple(alpha * by.get((group.name, vector.name), 1.0) for vector, alpha in alphas),
+        alphas=tuple(alpha * multipliers.get((group.name, vector.name), 1.0) for vector, alpha in alphas),
     )  # fmt: skip
 
 

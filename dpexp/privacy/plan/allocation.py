@@ -1,4 +1,4 @@
-"""How one noise multiplier z is allocated to groups (paper, section 4).
+"""How one noise multiplier z is allocated to groups (arXiv 1812.06210, section 4).
 
 Every strategy gives shares w_g > 0 of the budget with Σ w_g = 1, and σ̃_g = z S_g / √w_g, so that
 Σ (S_g/σ̃_g)² = 1/z².

@@ -1,17 +1,40 @@
-"""Clipping norms S_g, scales α_j, mechanisms and clip rules (paper, section 2).
+"""Clipping norms S_g, scales α_j, mechanisms and clip rules (arXiv 1812.06210, section 2).
 
-For a group with vectors v_1…v_k, scales α_j, clipping norm S and noise σ̃:
+These are the choices of a plan, made once before training. `dpexp.privacy.mechanism` carries them out in each round.
 
-    c_i = min(1, S / sqrt(Σ_j ‖v_j^i‖² / α_j²)),   v̂_j = (1/qn) (Σ_i c_i v_j^i + α_j N(0, σ̃² I)).
+*Formula.* For a group with vectors v_1…v_k, scales α_j, clipping norm S and noise σ̃, over the records i of a sample:
+
+    x_i = (Σ_j ‖v_j^i‖²/α_j²)^½,   c_i = min(rule(x_i), S/x_i),   v̂_j = (1/qn) (Σ_i c_i v_j^i + α_j N(0, σ̃² I)).
 
 Separate clipping is joint clipping with every α_j = 1. In both cases the privacy tuple is (S, σ̃).
 
-A *clip rule* gives the factor c of a vector with scaled norm x = (Σ_j ‖v_j‖²/α_j²)^½ for the clipping norm S. The
-sensitivity is S: the vector is multiplied by min(c, S/x) (`dpexp.privacy.mechanism.clip_factors`), which for the rules
-here is c but for rounding, and x is never less than the true norm (see `dpexp.privacy.gradients.norms`). A rule gets
-one norm at a time. So the noise is enough for any rule of yours. But a rule must be continuous, since the last digits
-of a norm may vary with the number of records that are processed together. A rule is a frozen dataclass with a `name`;
-its other fields are shown with the plan.
+*Clip rules.* rule(x) is what a clip rule returns for the scaled norm x of a record; c is what its vectors are
+multiplied by. The default is rule(x) = min(1, S/x).
+
+- *Bound.* c is at most S/x, whatever the rule returns, and x as computed is never below the true norm
+  (`dpexp.privacy.gradients.norms`).
+- *Consequence.* A record adds at most S under any rule, also one of the user's, so the noise is always enough. For
+  the rules here c is rule(x) up to rounding.
+- *Duties of a rule's author.* A rule is a frozen dataclass with a `name`; its other fields are shown with the plan. It
+  must be continuous in x, since the last digits of a norm may vary with the number of records that are processed
+  together. It must keep nothing of the norms that it gets: they are private, and what it kept could leave the training
+  without noise. Therefore it gets one norm at a time, and a copy of it is called.
+
+| Case | rule(x) of `Abadi`, `Automatic`, `Psac`, `Global` |
+|---|---|
+| x = 0, the zero vector | 1, S/γ, S, 1/Z: finite, so that the record adds zero |
+| S larger than every norm x | 1, S/(x + γ), S/(x + r/(x + r)), 1/Z if x <= 0.99 Z S |
+| x infinite | 0 |
+| x is NaN | NaN, for which c is 0 (`dpexp.privacy.mechanism.clip_factors`) |
+
+| Case | Clipping norm |
+|---|---|
+| separate clipping without S_g | 1/√G, for G groups in the whole model |
+| joint clipping without S_g | √k, for k vectors in the group |
+| joint clipping with S_g above √k | ConfigError |
+| a group's number is missing, or is not of the model | ConfigError |
+
+Read next: `dpexp.privacy.mechanism` (how a round clips), `adaptive_clipping` (clipping norms that follow a quantile).
 """
 
 import copy
@@ -29,10 +52,15 @@ from dpexp.privacy.plan.groups import Vector
 
 class ClipNorm(Protocol):
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int], key: str = "clip_norm") -> list[float]:
-        """S_g of each group; or the scale α_j of each vector, with the name of its group.
+        """One number for each entry of `groups`.
+
+        A plan calls it for two purposes: for the clipping norm S_g of each group (`clip_norm`), and under joint
+        clipping for the scale α_j of each vector (`Joint.alpha`).
 
         Args:
-            key: the option that they are given by, for messages.
+            groups: the names of the groups; for scales the name of each vector's group, so that names repeat.
+            dimensions: of each group, or of each vector.
+            key: the option that the numbers are given by, for messages: `clip_norm` or `alpha`.
         """
 
 
@@ -54,7 +82,7 @@ class FixedClipNorm:
 @checks_arguments
 @dataclass(frozen=True)
 class UniformClipNorm:
-    """S*/√m each, so that m of them add up to a total L2 norm of S* (McMahan et al. 2018, section 2).
+    """S*/√m each, so that m of them add up to a total L2 norm of S* (arXiv 1812.06210, section 2).
 
     >>> from dpexp import UniformClipNorm
     >>> UniformClipNorm(total=1.0)(["conv", "fc", "a", "b"], [100, 900, 10, 10])
@@ -72,7 +100,7 @@ class UniformClipNorm:
 class DimensionClipNorm:
     """S*·√(d/D), where D is the sum of all dimensions d.
 
-    The paper (section 2) prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
+    arXiv 1812.06210, section 2, prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
 
     >>> from dpexp import DimensionClipNorm
     >>> DimensionClipNorm(total=1.0)(["conv", "fc"], [360, 640])
@@ -93,9 +121,10 @@ def by_group(
         if len(value) != len(groups):
             raise ConfigError(f"{key} lists {len(value)} numbers for {len(groups)}: {', '.join(groups)}.")
         return [number(f"{key}[{i}]", listed) for i, listed in enumerate(value)]
-    own = options_by_group(key, value, dict.fromkeys(groups))
-    where = f"{key}.{{}}" if isinstance(value, Mapping) else key
-    return [number(where.format(group), own[group]) for group in groups]
+    if isinstance(value, Mapping):
+        own = options_by_group(key, value, groups)
+        return [number(f"{key}.{group}", own[group]) for group in groups]
+    return [number(key, value) for _ in groups]
 
 
 def options_by_group(key: str, option: Any, groups: Iterable[str]) -> dict[str, Any]:
@@ -139,7 +168,12 @@ class Mechanism(Protocol):
     def __call__(
         self, groups: Mapping[str, Sequence[Vector]], clip_norms: Mapping[str, float | None]
     ) -> dict[str, GroupClipping]:
-        """The clipping of each group by its vectors and its S_g, None if no clipping norm is given."""
+        """The clipping of each of the groups.
+
+        Args:
+            groups: the vectors of each group that is clipped by this mechanism; the model may have other groups.
+            clip_norms: S_g of every group of the model; None: no clipping norm is given.
+        """
 
 
 @dataclass(frozen=True)
@@ -156,7 +190,7 @@ class Separate:
     def __call__(
         self, groups: Mapping[str, Sequence[Vector]], clip_norms: Mapping[str, float | None]
     ) -> dict[str, GroupClipping]:
-        default = 1 / math.sqrt(len(clip_norms))
+        default = 1 / math.sqrt(len(clip_norms))  # of all groups of the model, of which `groups` may be some
         return {
             name: GroupClipping((1.0,) * len(vectors), default if (S := clip_norms[name]) is None else S)
             for name, vectors in groups.items()
@@ -190,10 +224,11 @@ class Joint:
         if not callable(alpha):
             raise ConfigError(f"mechanism.alpha={alpha} gives no scales; choose alpha=fixed 'alpha.value={alpha}'.")
         alphas = iter(alpha([group for group, _ in vectors], [vector.d for _, vector in vectors], "alpha"))
-        return {
-            name: GroupClipping(tuple(next(alphas) for _ in members), _at_most_root(name, clip_norms[name], members))
-            for name, members in groups.items()
-        }
+        found: dict[str, GroupClipping] = {}
+        for name, members in groups.items():
+            own = tuple(next(alphas) for _ in members)  # they are listed group by group
+            found[name] = GroupClipping(own, _at_most_root(name, clip_norms[name], members))
+        return found
 
 
 def _at_most_root(group: str, S: float | None, vectors: Sequence[Vector]) -> float:
@@ -201,16 +236,15 @@ def _at_most_root(group: str, S: float | None, vectors: Sequence[Vector]) -> flo
     return math.sqrt(k) if S is None else at_most_root(f"clip_norm={S:g} of group {group}", S, k)
 
 
-def clip(
+def clipping_of(
     groups: Mapping[str, Sequence[Vector]], mechanisms: Mapping[str, Mechanism], clip_norms: Mapping[str, Any]
 ) -> dict[str, GroupClipping]:
     """The clipping of each group by its own mechanism and clipping norm, a `ClipNorm` or None."""
-    for key, options in (("mechanism", mechanisms), ("clip_norm", clip_norms)):
-        for group, option in options.items():
-            if not callable(option) and (option is not None or key == "mechanism"):
-                raise ConfigError(
-                    f"{key}={option} of the group {group} is none; give an object as Joint() or FixedClipNorm(1)."
-                )
+    for group, mechanism in mechanisms.items():
+        _check_callable("mechanism", mechanism, group)
+    for group, clip_norm in clip_norms.items():
+        if clip_norm is not None:
+            _check_callable("clip_norm", clip_norm, group)
     S: dict[str, float | None] = dict.fromkeys(groups)
     for clip_norm, names in distinct(clip_norms):
         if clip_norm is not None:
@@ -220,6 +254,13 @@ def clip(
     for mechanism, names in distinct(mechanisms):
         found |= mechanism({name: groups[name] for name in names}, S)
     return {name: found[name] for name in groups}
+
+
+def _check_callable(key: str, option: Any, group: str) -> None:
+    if not callable(option):
+        raise ConfigError(
+            f"{key}={option} of the group {group} is none; give an object as Joint() or FixedClipNorm(1)."
+        )
 
 
 def at_most_root(what: str, S: float, k: int) -> float:
@@ -234,12 +275,12 @@ class ClipRule(Protocol):
     def name(self) -> str: ...
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
-        """c for one norm x and the clipping norm S, float64 scalars; x may be 0, infinite or NaN."""
+        """rule(x) for one norm x and the clipping norm S, float64 scalars; x may be 0, infinite or NaN."""
 
 
 @dataclass(frozen=True)
 class Abadi:
-    """c = min(1, S/x) (Abadi et al. 2016, algorithm 1).
+    """rule(x) = min(1, S/x) (Abadi et al. 2016, algorithm 1).
 
     >>> import torch
     >>> from dpexp import Abadi
@@ -257,7 +298,7 @@ class Abadi:
 @checks_arguments
 @dataclass(frozen=True)
 class Automatic:
-    """c = S/(x + γ) (Bu et al. 2022, arXiv 2206.07136, Auto-S).
+    """rule(x) = S/(x + γ) (Bu et al. 2022, arXiv 2206.07136, Auto-S).
 
     Every vector gets a norm of about S, which becomes a factor of the learning rate. γ, in the unit of x, keeps the
     shortest vectors shorter.
@@ -279,10 +320,10 @@ class Automatic:
 @checks_arguments
 @dataclass(frozen=True)
 class Psac:
-    """c = S/(x + r/(x + r)) (Xia et al. 2023, arXiv 2212.00328, DP-PSAC).
+    """rule(x) = S/(x + r/(x + r)) (Xia et al. 2023, arXiv 2212.00328, DP-PSAC).
 
-    c is S at x = 0, and for r < 1 it is largest at x = √r - r: unlike `Automatic` it does not enlarge the shortest
-    vectors much, whose directions carry the least information.
+    rule(0) is S, and for r < 1 rule(x) is largest at x = √r - r. The shortest vectors carry the least information in
+    their directions. Unlike `Automatic` this rule does not enlarge them much.
 
     >>> import torch
     >>> from dpexp import Psac
@@ -304,10 +345,10 @@ RAMP = 0.01  # width of the ramp that replaces a step
 @checks_arguments
 @dataclass(frozen=True)
 class Global:
-    """c = (S/Z)·1[x ≤ Z] (Bu et al. 2021, arXiv 2106.07830, global clipping).
+    """rule(x) = (1/Z)·1[x ≤ Z·S] (Bu et al. 2021, arXiv 2106.07830, global clipping).
 
-    Records up to the threshold Z are all scaled by the same factor; the others are dropped. The step is a ramp over the
-    last hundredth before Z, since a rule must be continuous. `threshold` is in units of S, and changes with S.
+    Z is the `threshold`, in units of S. Records with a norm up to Z·S are all scaled by the same factor; the others are
+    dropped. The step is a ramp over the last hundredth before Z·S, since a rule must be continuous.
 
     >>> import torch
     >>> from dpexp import Global
@@ -324,7 +365,7 @@ class Global:
 
 
 def unbounded_clip_factors(rule: ClipRule, norms: Tensor, S: Tensor) -> Tensor:
-    """c [B] for norms [B] in float64, one at a time. A copy of the rule is called, so that it can keep none of them."""
+    """rule(x) [B] for norms [B] in float64, one at a time. A copy of the rule is called, so that it keeps none."""
     rule = copy.deepcopy(rule)
     return torch.func.vmap(lambda x: rule(x, S))(norms.clone())
 

@@ -1,8 +1,8 @@
-"""The vectors that a model releases, and their groups (paper, section 2).
+"""The vectors that a model releases, and their groups (arXiv 1812.06210, section 2).
 
-A vector is the gradient of one layer, weight and bias together, as in the paper; with `vectors="parameter"` it is the
-gradient of one tensor. A layer is the module that owns a parameter directly. A tied parameter belongs to the layer that
-names it first.
+A vector is the gradient of one layer, weight and bias together, as in arXiv 1812.06210; with `vectors="parameter"` it
+is the gradient of one tensor. A layer is the module that owns a parameter directly. A tied parameter belongs to the
+layer that names it first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +134,7 @@ def per_layer() -> Grouping:
 
 
 def conv_fc() -> Groups:
-    """Convolutional layers, fully connected layers, and the rest (paper, section 1).
+    """Convolutional layers, fully connected layers, and the rest (arXiv 1812.06210, section 1).
 
     >>> from dpexp import conv_fc
     >>> from torch import nn

@@ -26,7 +26,7 @@ from dpexp.privacy.plan.clipping import (
     Mechanism,
     Separate,
     check_clip_rule,
-    clip,
+    clipping_of,
     options_by_group,
 )
 from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
@@ -41,7 +41,7 @@ from dpexp.privacy.sampling.privacy_unit import Example
 @checks_arguments
 @dataclass(frozen=True)
 class Clipping:
-    """What is clipped together, to which norms, and by which rule (paper, section 2).
+    """What is clipped together, to which norms, and by which rule (arXiv 1812.06210, section 2).
 
     >>> import dpexp
     >>> dpexp.Clipping(group=dpexp.per_layer(), clip_norm=dpexp.UniformClipNorm(total=1.0)).vectors
@@ -203,7 +203,7 @@ def _released(
     mechanisms, clip_norms, clip_rules = (
         options_by_group(name, getattr(clipping, name), grouped) for name in ("mechanism", "clip_norm", "clip_rule")
     )
-    clipped = clip(grouped, mechanisms, clip_norms)
+    clipped = clipping_of(grouped, mechanisms, clip_norms)
     adaptive, share = adaptive_targets(grouped, mechanisms, clip_norms)
     metrics = _metrics(grouped, configured)
     if adaptive is not None:

@@ -36,8 +36,11 @@ class Group:
     2.0
 
     Attributes:
+        name: of the group, as in the ledger.
+        vectors: those that are clipped together.
         alphas: α_j of each vector; all 1 under separate clipping.
-        S: clipping norm of a record's scaled vector; sigma: σ̃, the standard deviation of the noise on the scaled sum.
+        S: clipping norm of a record's scaled vector.
+        sigma: σ̃, the standard deviation of the noise on the scaled sum.
         share: w_g of the budget.
         every_n_rounds: it is released in the rounds whose number, from 1, is a multiple of this.
         clip_rule: the factor of a record's vector; a record adds at most S under any rule.
@@ -69,7 +72,10 @@ class Group:
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
 
     def with_noise(self, z: float, scale: float = 1.0) -> "Group":
-        """With S times `scale`, and its part of the noise multiplier z: σ̃_g = z S_g/√w_g (paper, section 4)."""
+        """With S times `scale`, and with its part of the noise multiplier z.
+
+        σ̃_g = z S_g/√w_g (arXiv 1812.06210, section 4).
+        """
         S = self.S * scale
         return replace(self, S=S, sigma=z * S / math.sqrt(self.share))
 
@@ -79,8 +85,10 @@ class AdaptiveMember:
     """A clipping norm that adapts.
 
     Attributes:
-        group, vector: S of the group adapts if `vector` is None; else the scale α of the vector.
-        target_quantile: γ; learning_rate: η.
+        group: the group whose S adapts, or to which the vector belongs.
+        vector: the vector whose scale α adapts; None: S of the group does.
+        target_quantile: γ.
+        learning_rate: η.
     """
 
     group: str
@@ -154,13 +162,19 @@ class PrivacyPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4) of a round that releases all groups, before the schedule."""
+        """z of a round that releases all groups, before the schedule.
+
+        z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (arXiv 1812.06210, section 4).
+        """
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
 
     @property
     def gradient_norm(self) -> float:
-        """A bound on the root mean square of the norm of a round's noisy average gradient: the square root of
-        Σ_g (S_g max α_j)² + Σ_j d_j (α_j σ̃_g/(qn))²."""
+        """A bound on the root mean square of the norm of a round's noisy average gradient.
+
+        The square root of Σ_g (S_g max α_j)² + Σ_j d_j (α_j σ̃_g/(qn))². The default learning rate follows from it
+        (`dpexp.training.classifier.noisy_learning_rate`).
+        """
         square = 0.0
         for group in self.groups:
             if not group.is_metric:
@@ -171,8 +185,10 @@ class PrivacyPlan:
 
     @property
     def noise_ratio(self) -> float:
-        """The norm of the noise of all T rounds over the largest that the sum of their clipped gradients can have: for
-        one group z√d/(q n √T)."""
+        """The norm of the noise of all T rounds over the largest that the sum of their clipped gradients can have.
+
+        For one group z√d/(q n √T). A plan with a ratio above 1 is shown with a warning: little was learnt then.
+        """
         clipped = sum((group.S * max(group.alphas)) ** 2 for group in self.groups if not group.is_metric)
         return math.sqrt(max(0.0, self.gradient_norm**2 / clipped - 1) / self.rounds)
 
@@ -207,20 +223,24 @@ class PrivacyPlan:
         for start, count in self.schedule.segments(self.rounds, (*self._breaks, since)):
             if start < since:
                 continue
-            epoch = start - start % per_epoch if isinstance(per_epoch, int) else since
+            first_round = start - start % per_epoch if isinstance(per_epoch, int) else since  # of those drawn together
             for t, times in self._equal_rounds(start, count):
                 now = self.at_round(t)
-                rounds[Round(event_of(now.sampling, self.n, epoch), tuple(group.query for group in now.groups))] += (
-                    times
-                )
+                event = event_of(now.sampling, self.n, first_round)
+                rounds[Round(event, tuple(group.query for group in now.groups))] += times
         return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header(), part=self.part)
 
     def resumed_at(self, completed: int, ledger: Ledger) -> int:
-        """The round, from 0, at which a training goes on from a state after `completed` rounds, which may be older than
-        its ledger.
+        """The round, counted from 0, at which a resumed training goes on.
 
-        Under random allocation a resumed job cannot go on with an epoch, whose allocation was not kept and which the
-        ledger has charged. So it begins the next epoch that is not charged yet, and never charges more than planned.
+        Under random allocation a resumed job cannot go on within an epoch: the ledger has charged the whole epoch, and
+        the allocation of its records was not kept. So it begins the next epoch that is not charged yet, and never
+        charges more than planned. For example, with 100 rounds in epochs of 20, a state after 30 rounds and a ledger
+        of 45 rounds, in which three epochs are charged: it goes on at round 60. Other policies go on at round 30.
+
+        Args:
+            completed: rounds of the state; it may be older than the ledger.
+            ledger: of the run so far.
         """
         events = (round_.sampling for round_ in ledger.rounds)
         charged = len({event.first for event in events if isinstance(event.policy, RandomAllocation)})
@@ -228,17 +248,21 @@ class PrivacyPlan:
 
     @cached_property
     def _breaks(self) -> tuple[int, ...]:
-        """The first and the last rounds of epochs whose samples are drawn together."""
+        """The first and the last rounds of epochs whose samples are drawn together; () if none are."""
         per_epoch = self.sampling.rounds_per_epoch
         starts = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         return tuple(t for start in starts for t in (start, start + int(per_epoch) - 1))
 
     @cached_property
     def _periods(self) -> tuple[int, ...]:
+        """The different `every_n_rounds` of groups that are not released in every round."""
         return tuple(sorted({group.every_n_rounds for group in self.groups} - {1}))
 
     def _equal_rounds(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """(first round, number of rounds) for each set of groups that some of the `count` rounds release."""
+        """Divides the `count` rounds from `start` on by the groups that they release.
+
+        Yields the first round of each kind, and how many rounds there are of it.
+        """
         if not self._periods:
             yield start, count
             return
@@ -247,14 +271,21 @@ class PrivacyPlan:
         yield from ((start + int(t), int(n)) for t, n in zip(first, times, strict=True))
 
     def sampling_events(self) -> tuple[SamplingEvent, ...]:
-        """The events of the rounds, up to their epochs."""
+        """The different sampling events of the rounds, all as of the first epoch."""
         starts = [start for start, _ in self.schedule.segments(self.rounds, self._breaks)]
         return tuple(event_of(self.at_round(start).sampling, self.n, 0) for start in starts)
 
 
 @lru_cache(maxsize=256)
 def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...], sampling: Policy) -> PrivacyPlan:
-    """Multiplies S of gradients only: a metric's S depends on what it measures."""
+    """The plan of one round, without a schedule.
+
+    Args:
+        plan: of all rounds.
+        by: the round's multipliers. S of gradients alone is multiplied: a metric's S depends on what it measures.
+        due: whether each group is released in the round.
+        sampling: the round's policy, before its q is multiplied.
+    """
     if by == Multipliers() and all(due) and sampling == plan.sampling:
         return plan
     released = [group for group, now in zip(plan.groups, due, strict=True) if now]
@@ -262,7 +293,7 @@ def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...], samplin
     return replace(
         plan,
         sampling=sampling if by.q == 1 else at_q(sampling, sampling.q * by.q),
-        groups=tuple(
+        groups=tuple(  # each is released in this round, and the schedule is in the numbers
             replace(group, S=group.S * scale, sigma=group.sigma * scale * by.z, every_n_rounds=1)
             for group, scale in zip(released, scales, strict=True)
         ),

@@ -75,14 +75,16 @@ class ChunkPosition:
     """Where a chunk, which is processed at once, stands among those of its round.
 
     Attributes:
-        first, last: of the round's chunks in this process.
-        epoch: the first round of the samples that were drawn together; round: counted from 0.
+        first: it is the first of the round's chunks in this process.
+        last: it is the last of them.
+        first_round: the first of the rounds whose samples were drawn together with this one.
+        round: its round, counted from 0.
         digest: of the whole sample, where several processes share it.
     """
 
     first: bool
     last: bool
-    epoch: int
+    first_round: int
     round: int
     digest: int = 0
 
@@ -126,7 +128,7 @@ class RoundSampler(Sampler[list[Any]]):
     partitions: list[Sequence[int]] = field(default_factory=list, init=False)  # sampled in turn
     sampled_from: dict[int, Sequence[int]] = field(default_factory=dict, init=False)  # the partition of each round
     pending: deque[ChunkPosition] = field(default_factory=deque, init=False)
-    _first: int = field(default=0, init=False)  # the job's first round
+    _first_of_job: int = field(default=0, init=False)  # the first round since the job began or was resumed
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -136,19 +138,19 @@ class RoundSampler(Sampler[list[Any]]):
         pending: deque[ChunkPosition] = deque()
         self.pending = pending
         if not self.partitions:
-            self.partitions, self._first = self.policy_at(0).partition(self.size, self.stream), self.completed
-        samples: deque[list[int]] = deque()
-        began = self._first
+            self.partitions, self._first_of_job = self.policy_at(0).partition(self.size, self.stream), self.completed
+        samples: deque[list[int]] = deque()  # those that were drawn together and are not used yet
+        first_round = self._first_of_job
         for t in range(self.completed, self.epoch_end()):
             policy, partition = self.policy_at(t), self.partitions[t % len(self.partitions)]
             if not samples:
                 drawn = _checked(policy.draw(len(partition), self.stream), policy, len(partition))
                 samples.extend(drawn[t % len(drawn) :])  # those of the rest of a resumed epoch
-                began = self._first if policy.is_cyclic else t
+                first_round = self._first_of_job if policy.is_cyclic else t
             rows, self.sampled_from[t] = [partition[k] for k in samples.popleft()], partition
             digest = 0 if self.processes.is_single else digest_of_rows(rows)
             for k, chunk in enumerate(chunks := self._chunks(rows)):
-                pending.append(ChunkPosition(k == 0, k == len(chunks) - 1, began, t, digest))
+                pending.append(ChunkPosition(k == 0, k == len(chunks) - 1, first_round, t, digest))
                 yield chunk
 
     def _chunks(self, rows: list[int]) -> list[list[Any]]:
@@ -197,12 +199,46 @@ class RoundSampler(Sampler[list[Any]]):
         return epoch
 
 
+def _check_size(plan: PrivacyPlan, size: int) -> None:
+    """Refuses or warns of a training set whose number of records is not the published n."""
+    key, units_name = plan.privacy_unit.count_key, plan.privacy_unit.plural
+    if plan.sampling.needs_exact_n and size != plan.n:
+        raise ConfigError(
+            f"{key}={plan.n}, but the training set holds {size} {units_name}; sampling={plan.sampling.name} is "
+            "accounted correctly only if they are equal."
+        )
+    if abs(size - plan.n) > plan.n / 10:
+        warnings.warn(
+            f"{key}={plan.n}, but the training set holds {size} {units_name} (a private number, shown only here): "
+            f"a round's sum is divided by q·n, so the average is {size / plan.n:.2g} times as long as intended; "
+            f"(ε, δ) holds nevertheless. Set {key} to a published number near it."
+        )
+
+
+def _warn_of_unused(loader: Any, plan: PrivacyPlan) -> None:
+    """Warns of what the user's loader does for batches, which has no effect on samples of single records."""
+    expected = max(1, round(plan.sampling.q * plan.n))
+    if loader.batch_size not in (1, expected):
+        warnings.warn(
+            f"data: the training loader's batch_size={loader.batch_size} is not used; a round's sample has about "
+            f"{expected} {plan.privacy_unit.plural}, as sampling.expected_batch_size or sampling.sampling_rate says"
+        )
+    if not getattr(loader.collate_fn, "__module__", "").startswith(_LIBRARIES):
+        warnings.warn(
+            "data: the collate_fn gets one record at a time, so that what it does across records, as mixup, has no "
+            "effect"
+        )
+
+
 class RoundLoader:
     """Lightning's training loader: one sealed sample a round. An iteration is one epoch.
 
     Args:
         loader: the user's; its data set, collation and workers are used.
-        stream: of samples; randomness: of the loader processes' random numbers; dealing: assigns records to processes.
+        stream: the random numbers of samples.
+        randomness: the random numbers of the loader processes.
+        dealing: the random numbers that assign records to processes.
+        pad_to: the lengths to which records are padded.
 
     Attributes:
         digest: of the records, where several processes share a sample.
@@ -233,29 +269,8 @@ class RoundLoader:
         dataset = sampled_dataset(loader)
         units = plan.privacy_unit.units(dataset)
         size = len(dataset if units is None else units)  # type: ignore[arg-type]
-        key, units_name = plan.privacy_unit.count_key, plan.privacy_unit.plural
-        if plan.sampling.needs_exact_n and size != plan.n:
-            raise ConfigError(
-                f"{key}={plan.n}, but the training set holds {size} {units_name}; sampling={plan.sampling.name} is "
-                "accounted correctly only if they are equal."
-            )
-        if abs(size - plan.n) > plan.n / 10:
-            warnings.warn(
-                f"{key}={plan.n}, but the training set holds {size} {units_name} (a private number, shown only here): "
-                f"a round's sum is divided by q·n, so the average is {size / plan.n:.2g} times as long as intended; "
-                f"(ε, δ) holds nevertheless. Set {key} to a published number near it."
-            )
-        expected = max(1, round(plan.sampling.q * plan.n))
-        if loader.batch_size not in (1, expected):
-            warnings.warn(
-                f"data: the training loader's batch_size={loader.batch_size} is not used; a round's sample has about "
-                f"{expected} {units_name}, as sampling.expected_batch_size or sampling.sampling_rate says"
-            )
-        if not getattr(loader.collate_fn, "__module__", "").startswith(_LIBRARIES):
-            warnings.warn(
-                "data: the collate_fn gets one record at a time, so that what it does across records, as mixup, has no "
-                "effect"
-            )
+        _check_size(plan, size)
+        _warn_of_unused(loader, plan)
         processes = processes or Processes()
         self.digest = 0 if processes.is_single else digest_of_records(copied(dataset), units)
         self.sampler = RoundSampler(

@@ -1,7 +1,7 @@
 """The privacy unit: a record is an example, a microbatch of k examples, or the data of a user.
 
-Records are what is sampled, what n counts, what is clipped to S, and what neighbouring data sets differ in (McMahan et
-al. 2018, section 1). The examples of a record are collated as one batch for `training_step`, so that its mean loss
+Records are what is sampled, what n counts, what is clipped to S, and what neighbouring data sets differ in (arXiv
+1812.06210, section 1). The examples of a record are collated as one batch for `training_step`, so that its mean loss
 gives the mean v = (1/m) Σ ∇ℓ of the record's m gradients, which is clipped once. See docs/privacy_units.md. Imports
 nothing slow.
 """
