@@ -13,7 +13,7 @@ with approximate cumulants (`dpexp.accounting.pld_numerics`), which decide nothi
 *The search*, for one direction (P against Q, or Q against P):
 
 1. δ is divided into levels of 7 nats. A composition that suits one δ of a level nearly suits the others, so the last
-   one of each level is cached.
+   one of a level is cached, for a few levels at a time.
 2. The first θ is the right one if the tail is *light*: if the tilted sum of losses is close to a normal distribution,
    as for many rounds of which each contributes little. A tail is heavy if a few rounds make it, as for a small q.
 3. ε is read off the composed loss. (If δ is asked for, ε is given.)

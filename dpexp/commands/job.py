@@ -27,7 +27,7 @@ class Job:
     that is only checked.
 
     Attributes:
-        cfg: the configuration, which only commands read.
+        cfg: the configuration, which only commands read. `of` sets its `rounds`, and what `debug` changes.
         output: the job's folder.
         plan: the privacy plan; None without privacy.
         privacy: the callback that carries out the plan; None without privacy.

@@ -30,8 +30,9 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     What your code has to keep (the contract; docs/guarantee.md has it in full):
 
     - `training_step` is a function of one record, the weights and random numbers. It gets a batch of one record.
-    - Its Python runs only while it is traced, on a copy of the module. A value that it reads besides, such as an
-      attribute, is read then; what it stores in the copy is dropped.
+    - Its Python runs only while it is traced, on a copy of the module (a step that cannot be traced: for each record,
+      on a copy of its own). A value that it reads besides, such as an attribute, is read then; what it stores in the
+      copy is dropped.
     - The data set gives record i from row i and the global random generators alone.
 
     Then all that a fit gives away (weights, released metrics, checkpoints, logs) satisfies the (ε, δ) of its ledger;
@@ -40,7 +41,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     In the order of Lightning's hooks:
 
-    - `on_fit_start` opens the ledger and replaces the training loader by the plan's samples, which are sealed;
+    - `on_fit_start` opens the ledger, and replaces the training loader by the plan's samples. They are sealed: only the
+      step sees records;
     - `on_train_start` runs private preprocessing, if there is any: the first releases;
     - `training_step` sums up the clipped gradients of the round's sample, and returns a constant;
     - from `on_before_optimizer_step` on, `p.grad` is the noisy average;
@@ -62,7 +64,8 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         accountant: name of the accountant of this `epsilon`.
         max_physical_batch_size: records processed at once; affects memory and speed only. None: on a GPU, as many as
             fit.
-        compile: compile a traced step by torch's inductor; None: if that saves at least three times its cost.
+        compile: compile a traced step by torch's inductor; None: if that saves at least three times its cost, in a
+            single process.
         memory: "low" runs a traced step twice, with recomputation and not compiled: slower, and the same sums.
         noise_seed: makes sampling and noise reproducible, and not private towards anyone who knows the seed.
         unsafe_diagnostics: log training loss, norms, clip fractions and sample sizes, which are private.

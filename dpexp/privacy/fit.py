@@ -6,8 +6,9 @@ The order of events, whichever loop runs it (`dpexp.privacy.callback`, `dpexp.pr
     open, prepare, preprocess      the ledger, the keys, and one-time releases
     in each round:
         begin_round                one more is allowed
-        sum_sample(step)           before the first round, the dry run; then, chunk by chunk of the sample:
-                                   the first chunk begins the round in ledger and engine; each adds clipped gradients
+        sum_sample(step)           in the first round, the dry run; then, chunk by chunk of the sample, which has one
+                                   chunk at least: the first begins the round in ledger and engine, and each adds
+                                   clipped gradients
         release                    the round is in the ledger, then noise is added, then p.grad is set
         (the optimizer's step)
         end_round                  the round counts as done
@@ -96,13 +97,14 @@ class FitOptions:
 
 @dataclass
 class Progress:
-    """How far a training has come: what a checkpoint keeps of it, beside the ledger.
+    """How far a training has come. A checkpoint keeps all but `why_compiled`.
 
     Attributes:
         rounds: that are done.
         preprocessed: steps of preprocessing that are done.
-        position: where a checkpoint that is resumed from stood in the ledger (see `LedgerWriter.position`); None: no
-            checkpoint was loaded, or the ledger is open and knows.
+        position: where a checkpoint that is resumed from, or an earlier fit, stood in the ledger (see
+            `LedgerWriter.position`). None: neither is there, or the ledger is open and knows. Empty: the main process
+            knows it.
         estimates: the released metrics.
         adaptive: the clipping norms of an adaptive plan.
         compile: whether the step is compiled; None: it is not decided.
@@ -230,7 +232,10 @@ class Fit:
         return ledger
 
     def prepare(self) -> None:
-        """Gives all processes the same keys, and makes the preprocessing ready."""
+        """Gives all processes the same keys of samples and of dealing, and makes the preprocessing ready.
+
+        The key of the noise stays in the main process; each process has a key of its own for its records.
+        """
         plan, processes, keys = self.plan, self.processes, self._keys
         if self._options.noise_seed is not None:
             keys.make_known(self._options.noise_seed, self._lost + self._progress.rounds, processes.rank)
@@ -254,7 +259,7 @@ class Fit:
         self.present = PresentRound()
 
     def sum_sample(self, step: TrainingStep) -> None:
-        """Adds up the clipped gradients of the round's sample; before the first round, tests the step.
+        """Adds up the clipped gradients of the round's sample; in the first round, tests the step before.
 
         With several processes, each adds up its part, and what must be equal is compared.
 
@@ -323,6 +328,7 @@ class Fit:
     def release(self) -> None:
         """Sets each parameter's gradient to the noisy average of the sample's clipped gradients.
 
+        Released metrics and the statistics of private batch normalization are brought up to date.
         It is multiplied by the sampling policy's weight, which is below 1 for an epoch's last, smaller sample.
         """
         released, progress = self.engine.release(self._ledger), self._progress

@@ -24,9 +24,9 @@ class TrainingLoop:
         self._optimizers = optimizers
 
     def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
-        """A context in which the loop looks as in round `t`, from 0, at (epoch, batch) `place`.
+        """A function that makes a context in which the loop looks as in round `t`, from 0, at (epoch, batch) `place`.
 
-        A plain loop has no counters; a scheduler may have changed the optimizers' settings by then.
+        A plain loop has no counters: only the optimizers' settings differ there, as by a scheduler.
         """
         return (lambda: later_settings(self._optimizers)) if self._optimizers else nullcontext
 
@@ -39,7 +39,7 @@ class TrainingLoop:
         return None
 
     def readers(self) -> list[tuple[Any, Sequence[str]]]:
-        """Objects, and names of their methods, which must not read what a step keeps."""
+        """Objects, and names of their methods, which must not read the attributes that a step sets."""
         return []
 
     def refuse_monitors(self) -> None:
@@ -48,7 +48,7 @@ class TrainingLoop:
 
 @contextmanager
 def later_settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Halves the optimizers' numbers, such as learning rates, in the block: any other numbers would do."""
+    """Halves the optimizers' numbers, such as learning rates, in the block; those that are 0 stay."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
     try:

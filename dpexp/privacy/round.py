@@ -1,19 +1,19 @@
-"""The engine of all rounds: sums clipped gradients over the chunks of a sample, then releases the sums with noise.
+"""The engine of the rounds: sums clipped gradients over the chunks of a sample, then releases the sums with noise.
 
-One `RoundEngine` serves a whole job. For each sample it does `begin`, `add_chunk` for each chunk,
+A fit has one `RoundEngine`. For each sample it does `begin`, `add_chunk` for each chunk,
 `raise_if_none_contributed` and `release`:
 
     sums = Σ_i c_i v^i over the chunks,   released = (sums + α N(0, σ̃²)) / (q n)   (`dpexp.privacy.mechanism`).
 
 *A record that fails is skipped*: it contributes nothing, and the job goes on. An error would end the job, and so tell
-that this one record was in the data. Only a failure of all records is an error.
+that this one record was in the data. It is an error if none has ever contributed, after 64 failures in a fit.
 
 | Case | What happens |
 |---|---|
 | empty sample | noise is added to zeros, and released |
 | a record cannot be fetched or has no loss, or an index or a label is out of range | it is skipped, with a warning |
 | the gradient of a record is infinite or NaN | it contributes nothing; a warning if that is so for a whole chunk |
-| 64 records failed, or all n, and none ever contributed | the last one's error |
+| 64 failures, or n if that is fewer, and no record of the fit ever contributed | the last one's error |
 | a group is not released in the round | its sums are dropped |
 | the module's trainable parameters are other than at the start | ConfigError |
 | the job ends between the ledger's line and the release | the round counts |

@@ -52,7 +52,7 @@ INTERVAL = 2.0  # seconds between pushes while a job trains
 class Mirror:
     """The run that mirrors a job's folder.
 
-    `mirror.json` in the folder says what the run has. No method raises because of the server.
+    `mirror.json` in the folder says what the run has. Making one needs the server; no method raises because of it.
     """
 
     def __init__(self, client: MlflowClient, run_id: str, folder: Path, facts: Mapping[str, Any]) -> None:

@@ -10,9 +10,12 @@
 
 An event is a frozen dataclass of public numbers: nothing in it depends on the sample that was drawn, nor on data.
 
-*Formula.* A round is accounted as one Gaussian sum query with the noise multiplier z of `Round.z`:
+*Formula.* A round of sum queries is accounted as one Gaussian query with the noise multiplier z of `Round.z`:
 
-    z = (Σ_g (S_g/σ̃_g)² ‖c_g‖²)^(-1/2)   (arXiv 1812.06210, equation 1; half of it if a record is replaced).
+    z = (Σ_g (s S_g/σ̃_g)² ‖c_g‖²)^(-1/2)   (arXiv 1812.06210, equation 1),
+
+where s is 1, or 2 if a record is replaced by another (`SENSITIVITY`). A one-time query has both sensitivities itself;
+one with Laplace noise is accounted as the ε-DP mechanism that it is.
 
 | Case | What happens |
 |---|---|
@@ -248,10 +251,10 @@ class Round:
         return tuple(sorted((query.name, query.bands) for query in self.queries if query.bands is not None))
 
     def z(self, adjacency: str) -> float:
-        """Noise over sensitivity of the round as one query (arXiv 1812.06210, equation 1).
+        """Noise over sensitivity of the round as one query: the formula above.
 
-        z = (Σ_g (S_g/σ̃_g)² ‖c_g‖²)^(-1/2), half of it if records are replaced. *Why:* scaled by its noise, the
-        sums of all groups are one standard normal vector, whose mean a record moves by at most the root of this sum.
+        *Why:* scaled by its noise, the sums of all groups are one standard normal vector, whose mean a record moves by
+        at most the root of the sum of `squared_ratio`.
         """
         return 1 / math.sqrt(sum(query.squared_ratio(adjacency) for query in self.queries))
 

@@ -92,7 +92,7 @@ class Released(NamedTuple):
 
     Attributes:
         event: the sampling event of each of the rounds.
-        z: `Round.z` of each: the noise multiplier, halved if a record is replaced by another.
+        z: `Round.z` of each: noise over sensitivity, for the adjacency that is claimed.
         times: how many such rounds there are.
         correlation: pairs of a group's name and the bands c of its noise. Groups whose noise is independent over rounds
             are left out.

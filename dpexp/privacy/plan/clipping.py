@@ -211,7 +211,8 @@ class Joint:
     GroupClipping(alphas=(1.0, 100.0), S=1.0)
 
     Args:
-        alpha: gives the scale of each vector; by default `UniformClipNorm(1)`.
+        alpha: gives the scale of each vector; by default `UniformClipNorm(1)`. It is called once, with the vectors of
+            all groups that are clipped by this mechanism: a total is that of all of them.
     """
 
     alpha: ClipNorm | None = None

@@ -58,7 +58,8 @@ class Clipping:
         vectors: `layer`: a layer's weight and bias are one vector; or `parameter`.
 
     Raises:
-        ConfigError: a clip rule is none, `vectors` is unknown, or joint clipping has a clipping norm but no `alpha`.
+        ConfigError: a clip rule is none, `vectors` is unknown, or joint clipping of all groups has a clipping norm but
+            no `alpha`.
     """
 
     group: Grouping = field(default_factory=flat)
@@ -105,11 +106,11 @@ def make_plan(
 
     Args:
         n: published number of training examples.
+        sampling: how each round's sample is drawn, and how many rounds there are.
         users: published number of users, if `privacy_unit` is a `User`.
         target: the privacy target, for which z is calibrated; or z itself.
         clipping, allocation, noise, schedules: by default `Clipping()`, `Proportional()`, `Gaussian()`, `Schedules()`.
-        private_metrics: values that are released in addition to gradients, by name (see
-            `dpexp.privacy.private_metrics.metric_releases`).
+        private_metrics: what is released besides gradients (`dpexp.privacy.private_metrics.metric_releases`).
         privacy_unit: by default `Example()`.
         adjacency: `add_remove`, `replace_one` or `replace_null`; by default the first that `sampling` covers.
         calibrate: what is solved for to meet the target, one of `dpexp.accounting.calibration.CALIBRATABLE`. All but
@@ -142,7 +143,10 @@ def make_plan(
 
 
 def _with_a_rate(sampling: Policy, calibrate: str, allocation: Allocation) -> Policy:
-    """The sampling policy; with q = 1, until q is found, if it has none and σ_g of the average gives z at each q."""
+    """The sampling policy, which needs no q if q is solved for and the noise of the average, σ_g, is given.
+
+    Then q = 1 stands for it until it is found: σ_g gives z at each q.
+    """
     if calibrate != "sampling_rate" or not isinstance(sampling, RatedPolicy):
         return sampling
     has_rate = sampling.sampling_rate is not None or sampling.expected_batch_size is not None
@@ -231,10 +235,12 @@ def _released(
 
 @dataclass(frozen=True)
 class _Draft:
-    """A plan of which one value is still to be found.
+    """A plan at z = 1, from which plans at other values are made, until one meets the target.
+
+    `finished` tries each number of bands; `solved` finds the value for one of them; `with_value` and `at` make plans.
 
     Attributes:
-        plan: with z = 1.
+        plan: the plan at z = 1.
         sampling: as given, with its epochs or steps; schedules: as given.
         calibrate: the name of the value, one of CALIBRATABLE; z: if it is given.
         aim: the privacy target; None: z is given, and nothing is to be found.
