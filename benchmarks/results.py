@@ -104,7 +104,7 @@ ROWS = {
         title="linear, on embeddings", **DEBIAN,
     ),
     "text_lora": Row(
-        "experiment=text_lora data.n=53951 privacy.delta=1e-6", "debian", seeds=1, epsilons=(1, 3, 8), title="LoRA",
+        "experiment=text_lora data.n=53951 privacy.delta=1e-6", "debian", epsilons=(1, 3, 8), title="LoRA",
         **DEBIAN,
     ),
 }  # fmt: skip
