@@ -187,7 +187,7 @@ def a_larger_bound(patch, larger):
     def enlarged(clip_norms, self, now, device):
         return clip_norms(self, [replace(group, S=group.S * larger(group.name)) for group in now], device)
 
-    wrapped(patch, ClippedSums, "clip_norms", enlarged)
+    wrapped(patch, ClippedSums, "bounds", enlarged)
 
 
 def a_group_unclipped(patch):

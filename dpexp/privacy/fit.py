@@ -217,7 +217,7 @@ class Fit:
         """Opens the ledger, and goes on after the rounds that are done.
 
         Args:
-            resumes: the ledger exists, and `progress.position` says where a checkpoint stood in it.
+            resumes: the ledger exists, and the position in `progress` says where a checkpoint stood in it.
         """
         plan, progress, processes = self.plan, self._progress, self.processes
         header = (

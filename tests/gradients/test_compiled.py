@@ -241,7 +241,7 @@ def test_a_compiled_fit_gives_the_same_weights_and_its_checkpoint_has_the_decisi
     for given, found in ((None, True), (False, False)):
         resumed = PrivacyCallback(asked.plan, tmp_path / "resumed.jsonl", compile=given)
         resumed.load_state_dict(asked.state_dict())
-        assert resumed.compile is found
+        assert resumed.progress.compile is found
 
 
 def test_products_of_matrices_and_of_vectors_are_counted():
