@@ -20,12 +20,13 @@ _format_warning = warnings.formatwarning
 class ConfigError(ValueError):
     """A choice that cannot be honoured. The message names the key, the value and what would be accepted.
 
-    >>> import dpexp
-    >>> try:
-    ...     dpexp.Target(epsilon=-1.0)
-    ... except dpexp.ConfigError as error:
-    ...     print(error)
-    Target(epsilon=-1.0) must be a finite number above 0.
+    Examples:
+        >>> import dpexp
+        >>> try:
+        ...     dpexp.Target(epsilon=-1.0)
+        ... except dpexp.ConfigError as error:
+        ...     print(error)
+        Target(epsilon=-1.0) must be a finite number above 0.
     """
 
 
@@ -122,10 +123,11 @@ def key_in(section: str) -> str:
 def checks_arguments(kind: Class) -> Class:
     """Decorates a class: its arguments must be in the ranges that their annotations have.
 
-    >>> from dpexp import Poisson
-    >>> Poisson(sampling_rate=1.5)
-    Traceback (most recent call last):
-    dpexp.errors.ConfigError: Poisson(sampling_rate=1.5) must lie in (0, 1].
+    Examples:
+        >>> from dpexp import Poisson
+        >>> Poisson(sampling_rate=1.5)
+        Traceback (most recent call last):
+        dpexp.errors.ConfigError: Poisson(sampling_rate=1.5) must lie in (0, 1].
 
     Of an object that is made from a configuration, the sentence has the key: `sampling.sampling_rate=1.5`. The
     TypeError of a call with wrong arguments has the line to write.

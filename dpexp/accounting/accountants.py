@@ -200,15 +200,16 @@ def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guar
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
     """ε for which the ledger's rounds are (ε, δ)-differentially private; 0 for an empty ledger.
 
-    >>> import dpexp, torch
-    >>> plan = dpexp.make_plan(
-    ...     torch.nn.Linear(3, 1), n=10_000, sampling=dpexp.Poisson(sampling_rate=0.01, steps=1000),
-    ...     target=dpexp.Target(noise_multiplier=1.0),
-    ... )
-    >>> round(dpexp.epsilon(plan.ledger(), delta=1e-5), 4)
-    1.8285
-    >>> round(dpexp.epsilon(plan.ledger(), delta=1e-5, accountant="rdp"), 4)
-    2.1013
+    Examples:
+        >>> import dpexp, torch
+        >>> plan = dpexp.make_plan(
+        ...     torch.nn.Linear(3, 1), n=10_000, sampling=dpexp.Poisson(sampling_rate=0.01, steps=1000),
+        ...     target=dpexp.Target(noise_multiplier=1.0),
+        ... )
+        >>> round(dpexp.epsilon(plan.ledger(), delta=1e-5), 4)
+        1.8285
+        >>> round(dpexp.epsilon(plan.ledger(), delta=1e-5, accountant="rdp"), 4)
+        2.1013
 
     Args:
         accountant: one of `coverage.NAMES`; or the dotted name of a class of your own with an attribute `coverage`. It
@@ -231,13 +232,14 @@ def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
 
     At most 1e-4 (relative) above the accountant's smallest δ; 0 if that is below 1e-300.
 
-    >>> import dpexp, torch
-    >>> plan = dpexp.make_plan(
-    ...     torch.nn.Linear(3, 1), n=10_000, sampling=dpexp.Poisson(sampling_rate=0.01, steps=1000),
-    ...     target=dpexp.Target(noise_multiplier=1.0),
-    ... )
-    >>> f"{dpexp.delta(plan.ledger(), epsilon=2.0):.1e}"
-    '2.7e-06'
+    Examples:
+        >>> import dpexp, torch
+        >>> plan = dpexp.make_plan(
+        ...     torch.nn.Linear(3, 1), n=10_000, sampling=dpexp.Poisson(sampling_rate=0.01, steps=1000),
+        ...     target=dpexp.Target(noise_multiplier=1.0),
+        ... )
+        >>> f"{dpexp.delta(plan.ledger(), epsilon=2.0):.1e}"
+        '2.7e-06'
 
     Raises:
         ConfigError: as for `epsilon`, or ε is negative or not finite.

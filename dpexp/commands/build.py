@@ -44,10 +44,11 @@ from dpexp.training.pretrained import head_parameters, load_initial_weights, rea
 def plan(cfg: DictConfig) -> PrivacyPlan:
     """Checks a configuration and returns the privacy plan of its job; nothing is trained.
 
-    >>> import dpexp
-    >>> plan = dpexp.plan(dpexp.compose("model=logistic", "privacy.epsilon=2", "sampling.epochs=1"))
-    >>> dpexp.epsilon(plan.ledger(), plan.delta) <= 2
-    True
+    Examples:
+        >>> import dpexp
+        >>> plan = dpexp.plan(dpexp.compose("model=logistic", "privacy.epsilon=2", "sampling.epochs=1"))
+        >>> dpexp.epsilon(plan.ledger(), plan.delta) <= 2
+        True
 
     Raises:
         ConfigError: for any choice that cannot be honoured, or a job without privacy.

@@ -272,10 +272,11 @@ def config_file(hydra: Mapping[str, Any]) -> Path | None:
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
     """The configuration that `python -m dpexp` would have with these overrides, for notebooks and scripts.
 
-    >>> import dpexp
-    >>> cfg = dpexp.compose("model=logistic", "privacy.epsilon=2")
-    >>> cfg.privacy.epsilon, cfg.data.n
-    (2.0, 1437)
+    Examples:
+        >>> import dpexp
+        >>> cfg = dpexp.compose("model=logistic", "privacy.epsilon=2")
+        >>> cfg.privacy.epsilon, cfg.data.n
+        (2.0, 1437)
 
     Args:
         config_dir: a folder with options of your own, as with `--config-dir`.

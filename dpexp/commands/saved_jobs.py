@@ -48,8 +48,9 @@ _MAY_DIFFER = ("checkpoint", "rounds", "tracking")  # sections in which a resume
 def load(run: str | Path, uri: str | None = None) -> nn.Module:
     """The trained model of a finished job, in evaluation mode.
 
-    >>> import dpexp
-    >>> model = dpexp.load("outputs/2026-01-01/12-00-00")  # doctest: +SKIP
+    Examples:
+        >>> import dpexp
+        >>> model = dpexp.load("outputs/2026-01-01/12-00-00")  # doctest: +SKIP
 
     The model is made by what its configuration names, which may be any installed code: load only what you trust, from
     folders and from servers. (`weights.safetensors` itself holds only numbers, and runs nothing.)

@@ -50,11 +50,12 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
 
     Several processes (strategy ddp) train the same model as one process would.
 
-    >>> import dpexp, torch
-    >>> from pytorch_lightning import Trainer
-    >>> sampling, target = dpexp.Poisson(sampling_rate=0.1, steps=5), dpexp.Target(epsilon=1.0, delta=1e-5)
-    >>> plan = dpexp.make_plan(torch.nn.Linear(3, 1), n=100, sampling=sampling, target=target)
-    >>> trainer = Trainer(callbacks=[dpexp.PrivacyCallback(plan, "ledger.jsonl")], logger=False, max_epochs=-1)
+    Examples:
+        >>> import dpexp, torch
+        >>> from pytorch_lightning import Trainer
+        >>> sampling, target = dpexp.Poisson(sampling_rate=0.1, steps=5), dpexp.Target(epsilon=1.0, delta=1e-5)
+        >>> plan = dpexp.make_plan(torch.nn.Linear(3, 1), n=100, sampling=sampling, target=target)
+        >>> trainer = Trainer(callbacks=[dpexp.PrivacyCallback(plan, "ledger.jsonl")], logger=False, max_epochs=-1)
 
     Args:
         plan: from `make_plan`, for this module.

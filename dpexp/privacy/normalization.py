@@ -75,11 +75,12 @@ class RunningNorm(nn.Module):
 class PrivateBatchNorm:
     """Running statistics, released privately.
 
-    >>> from dpexp import PrivateBatchNorm
-    >>> from torch import nn
-    >>> model = PrivateBatchNorm(budget_share=0.1)(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
-    >>> PrivateBatchNorm().release(model)["batchnorm"]["values"]
-    {'batchnorm/1': {'alpha': 2.0, 'dim': 4}}
+    Examples:
+        >>> from dpexp import PrivateBatchNorm
+        >>> from torch import nn
+        >>> model = PrivateBatchNorm(budget_share=0.1)(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
+        >>> PrivateBatchNorm().release(model)["batchnorm"]["values"]
+        {'batchnorm/1': {'alpha': 2.0, 'dim': 4}}
 
     Args:
         budget_share: of the noise budget, for all layers.
@@ -107,10 +108,11 @@ class PrivateBatchNorm:
 class FrozenBatchNorm:
     """The layers' present statistics, such as those of public pretraining, kept fixed.
 
-    >>> from dpexp import FrozenBatchNorm
-    >>> from torch import nn
-    >>> type(FrozenBatchNorm()(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))[1]).__name__
-    'RunningNorm'
+    Examples:
+        >>> from dpexp import FrozenBatchNorm
+        >>> from torch import nn
+        >>> type(FrozenBatchNorm()(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))[1]).__name__
+        'RunningNorm'
     """
 
     def __call__(self, module: nn.Module) -> nn.Module:
@@ -124,10 +126,11 @@ class GroupNormalization:
     The number of groups is the largest divisor of the channels that is at most `groups`; of BatchNorm1d, whose channels
     may have one value each, one that leaves at least 16 channels to a group, or one group.
 
-    >>> from dpexp import GroupNormalization
-    >>> from torch import nn
-    >>> GroupNormalization(groups=4)(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)))[1]
-    GroupNorm(4, 8, eps=1e-05, affine=True, bias=True)
+    Examples:
+        >>> from dpexp import GroupNormalization
+        >>> from torch import nn
+        >>> GroupNormalization(groups=4)(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)))[1]
+        GroupNorm(4, 8, eps=1e-05, affine=True, bias=True)
     """
 
     groups: int = 32

@@ -127,11 +127,12 @@ def release(name: str, value: Any) -> None:
     with noise. A record with several values, as of a layer called twice, contributes their mean; a record without a
     value contributes zero. Other metrics, and all calls outside private training, are ignored.
 
-    >>> import dpexp, torch
-    >>> def training_step(self, batch, batch_idx):  # of a LightningModule
-    ...     x, y = batch
-    ...     dpexp.release("share_of_class_1", (y == 1).float().mean())
-    ...     return torch.nn.functional.cross_entropy(self.model(x), y)
+    Examples:
+        >>> import dpexp, torch
+        >>> def training_step(self, batch, batch_idx):  # of a LightningModule
+        ...     x, y = batch
+        ...     dpexp.release("share_of_class_1", (y == 1).float().mean())
+        ...     return torch.nn.functional.cross_entropy(self.model(x), y)
 
     Raises:
         RuntimeError: called inside another vmap, or outside the record's own step.
@@ -160,11 +161,12 @@ def weigh(weight: Any) -> None:
     Clipping would undo a weight in the loss. This weight is applied after clipping and clamped to [0, 1] (NaN: 0), so
     that a record still adds at most S. It does not apply to metrics, nor outside private training.
 
-    >>> import dpexp, torch
-    >>> def training_step(self, batch, batch_idx):  # of a LightningModule
-    ...     x, y = batch
-    ...     dpexp.weigh(torch.where(y == 1, 1.0, 0.2).mean())
-    ...     return torch.nn.functional.cross_entropy(self.model(x), y)
+    Examples:
+        >>> import dpexp, torch
+        >>> def training_step(self, batch, batch_idx):  # of a LightningModule
+        ...     x, y = batch
+        ...     dpexp.weigh(torch.where(y == 1, 1.0, 0.2).mean())
+        ...     return torch.nn.functional.cross_entropy(self.model(x), y)
 
     Raises:
         RuntimeError: called inside another vmap.

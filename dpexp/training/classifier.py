@@ -33,11 +33,12 @@ def views(batch: Any, augment: Augment, multiplicity: int = 1) -> Any:
     The mean loss over the rows is that over the records, with each record's loss averaged over its views (De et al.
     2022, arXiv 2204.13650, section 3.2).
 
-    >>> import dpexp, torch
-    >>> x, y = torch.zeros(2, 1, 4, 4), torch.tensor([0, 1])
-    >>> rows, labels = dpexp.views((x, y), augment=torch.rand_like, multiplicity=3)
-    >>> rows.shape, labels
-    (torch.Size([6, 1, 4, 4]), tensor([0, 0, 0, 1, 1, 1]))
+    Examples:
+        >>> import dpexp, torch
+        >>> x, y = torch.zeros(2, 1, 4, 4), torch.tensor([0, 1])
+        >>> rows, labels = dpexp.views((x, y), augment=torch.rand_like, multiplicity=3)
+        >>> rows.shape, labels
+        (torch.Size([6, 1, 4, 4]), tensor([0, 0, 0, 1, 1, 1]))
 
     Args:
         augment: one example's x -> a view of it, of a fixed shape. It should draw with torch, and not branch on random
@@ -95,10 +96,11 @@ class Classifier(pl.LightningModule):
     """Trains `model` on batches (x, y), with cross entropy if y are classes and the mean squared error if they are
     numbers; or on mappings with the loss that the model computes from them, as models of transformers do.
 
-    >>> import dpexp, torch
-    >>> module = dpexp.Classifier(torch.nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    >>> module.training_step((torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))).shape
-    torch.Size([])
+    Examples:
+        >>> import dpexp, torch
+        >>> module = dpexp.Classifier(torch.nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        >>> module.training_step((torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))).shape
+        torch.Size([])
 
     Args:
         optimizer: parameters -> optimizer; None: it is set before the training.

@@ -97,10 +97,11 @@ class SumQueryEvent:
     Vectors of L2 norm at most S were summed, and noise of standard deviation σ̃ was added to the sum. (Under joint
     clipping both are in units of the scales α_j.)
 
-    >>> from dpexp.accounting.ledger.events import SumQueryEvent
-    >>> query = SumQueryEvent("conv", S=0.5, sigma=1.0)
-    >>> query.squared_ratio("add_remove"), query.squared_ratio("replace_one")
-    (0.25, 1.0)
+    Examples:
+        >>> from dpexp.accounting.ledger.events import SumQueryEvent
+        >>> query = SumQueryEvent("conv", S=0.5, sigma=1.0)
+        >>> query.squared_ratio("add_remove"), query.squared_ratio("replace_one")
+        (0.25, 1.0)
 
     Attributes:
         group: the name of the group of vectors.
@@ -157,10 +158,11 @@ LAWS = ("gaussian", "laplace")
 class OneTimeQueryEvent:
     """A query on all records, answered once with noise on each coordinate, such as before training.
 
-    >>> from dpexp.accounting.ledger.events import OneTimeQueryEvent
-    >>> query = OneTimeQueryEvent("histogram", "laplace", S=1.0, S_replaced=2.0, scale=10.0)
-    >>> query.squared_ratio("add_remove")  # of ε = S/scale = 0.1
-    0.010000000000000002
+    Examples:
+        >>> from dpexp.accounting.ledger.events import OneTimeQueryEvent
+        >>> query = OneTimeQueryEvent("histogram", "laplace", S=1.0, S_replaced=2.0, scale=10.0)
+        >>> query.squared_ratio("add_remove")  # of ε = S/scale = 0.1
+        0.010000000000000002
 
     Attributes:
         query: its name.
@@ -216,12 +218,13 @@ class Round:
 
     The queries are sum queries; or the only one is a query on all records that is answered once.
 
-    >>> from dpexp import Poisson
-    >>> from dpexp.accounting.ledger.events import Round, SumQueryEvent
-    >>> from dpexp.accounting.sampling import event_of
-    >>> queries = SumQueryEvent("conv", S=0.6, sigma=1.0), SumQueryEvent("fc", S=0.8, sigma=1.0)
-    >>> Round(event_of(Poisson(sampling_rate=0.01), n=1000), queries).z("add_remove")
-    1.0
+    Examples:
+        >>> from dpexp import Poisson
+        >>> from dpexp.accounting.ledger.events import Round, SumQueryEvent
+        >>> from dpexp.accounting.sampling import event_of
+        >>> queries = SumQueryEvent("conv", S=0.6, sigma=1.0), SumQueryEvent("fc", S=0.8, sigma=1.0)
+        >>> Round(event_of(Poisson(sampling_rate=0.01), n=1000), queries).z("add_remove")
+        1.0
     """
 
     sampling: SamplingEvent
@@ -280,12 +283,13 @@ class Part:
 class Ledger:
     """Distinct rounds and how often each happened.
 
-    >>> from dpexp import Ledger, Poisson
-    >>> from dpexp.accounting.ledger.events import Round, SumQueryEvent
-    >>> from dpexp.accounting.sampling import event_of
-    >>> round_ = Round(event_of(Poisson(sampling_rate=0.01), n=1000), (SumQueryEvent("all", S=1.0, sigma=1.1),))
-    >>> len(Ledger("add_remove", {round_: 300}))
-    300
+    Examples:
+        >>> from dpexp import Ledger, Poisson
+        >>> from dpexp.accounting.ledger.events import Round, SumQueryEvent
+        >>> from dpexp.accounting.sampling import event_of
+        >>> round_ = Round(event_of(Poisson(sampling_rate=0.01), n=1000), (SumQueryEvent("all", S=1.0, sigma=1.1),))
+        >>> len(Ledger("add_remove", {round_: 300}))
+        300
 
     Attributes:
         adjacency: one of `ADJACENCIES`.
@@ -345,10 +349,11 @@ def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
     common. Each run counts from 0, so these numbers are moved: otherwise epochs of different runs, whose samples are
     unrelated, would be accounted as one epoch. `unverified` is left out, since it speaks of the end of one file.
 
-    >>> from dpexp import Ledger
-    >>> from dpexp.accounting.ledger.events import concatenate
-    >>> len(concatenate([Ledger("add_remove", {}), Ledger("add_remove", {})]))
-    0
+    Examples:
+        >>> from dpexp import Ledger
+        >>> from dpexp.accounting.ledger.events import concatenate
+        >>> len(concatenate([Ledger("add_remove", {}), Ledger("add_remove", {})]))
+        0
 
     Raises:
         ConfigError: the ledgers have different adjacencies or privacy units.

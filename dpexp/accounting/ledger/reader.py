@@ -28,14 +28,15 @@ NEWLINE, BRACE = b"\n{"
 def read_ledger(path: str | Path) -> Ledger:
     """Reads a ledger file, up to its last complete line, and warns if it ends early.
 
-    >>> import dpexp, torch
-    >>> from pathlib import Path
-    >>> from dpexp.accounting.ledger import write_ledger
-    >>> sampling, target = dpexp.Poisson(sampling_rate=0.1, steps=5), dpexp.Target(noise_multiplier=1.0)
-    >>> plan = dpexp.make_plan(torch.nn.Linear(3, 1), n=100, sampling=sampling, target=target)
-    >>> write_ledger(Path("planned.jsonl"), plan.ledger())
-    >>> len(dpexp.read_ledger("planned.jsonl"))
-    5
+    Examples:
+        >>> import dpexp, torch
+        >>> from pathlib import Path
+        >>> from dpexp.accounting.ledger import write_ledger
+        >>> sampling, target = dpexp.Poisson(sampling_rate=0.1, steps=5), dpexp.Target(noise_multiplier=1.0)
+        >>> plan = dpexp.make_plan(torch.nn.Linear(3, 1), n=100, sampling=sampling, target=target)
+        >>> write_ledger(Path("planned.jsonl"), plan.ledger())
+        >>> len(dpexp.read_ledger("planned.jsonl"))
+        5
 
     Raises:
         ConfigError: the file is missing or no ledger, has missing, repeated or edited lines, contradicts itself, or has

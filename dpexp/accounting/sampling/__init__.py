@@ -30,9 +30,10 @@ __all__ = [
 def sampling_event(policy: str, q: float, n: int, **facts: Any) -> SamplingEvent:
     """The event that a ledger describes (format 2), as `SamplingEvent.facts` gives them.
 
-    >>> from dpexp.accounting.sampling import sampling_event
-    >>> str(sampling_event("poisson", q=0.01, n=60000).policy)
-    'Poisson(q=0.01)'
+    Examples:
+        >>> from dpexp.accounting.sampling import sampling_event
+        >>> str(sampling_event("poisson", q=0.01, n=60000).policy)
+        'Poisson(q=0.01)'
 
     Raises:
         ConfigError: the policy is unknown, a value is out of range, or facts are missing or contradict each other.

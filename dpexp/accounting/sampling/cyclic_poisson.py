@@ -33,10 +33,11 @@ class CyclicPoisson(Poisson):
     Round i samples each record of partition i mod b independently with probability q·b, so that the rounds of a record
     are at least b apart.
 
-    >>> from dpexp import CyclicPoisson
-    >>> policy, rounds = CyclicPoisson(expected_batch_size=50, partitions=4, epochs=3).resolve(n=1000)
-    >>> policy.q, rounds, policy.rounds_apart
-    (0.05, 60, 4)
+    Examples:
+        >>> from dpexp import CyclicPoisson
+        >>> policy, rounds = CyclicPoisson(expected_batch_size=50, partitions=4, epochs=3).resolve(n=1000)
+        >>> policy.q, rounds, policy.rounds_apart
+        (0.05, 60, 4)
 
     Args:
         partitions: b; None: as many as the noise has bands.

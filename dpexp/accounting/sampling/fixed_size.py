@@ -27,12 +27,13 @@ from dpexp.errors import checks_arguments
 class FixedSize(RatedPolicy):
     """A uniformly random subset of exactly q·n records, drawn anew each round.
 
-    >>> from dpexp import FixedSize
-    >>> policy, rounds = FixedSize(expected_batch_size=50, steps=100).resolve(n=1000)
-    >>> policy.q, rounds
-    (0.05, 100)
-    >>> policy.covers
-    {'replace_one': ('pld', 'rdp')}
+    Examples:
+        >>> from dpexp import FixedSize
+        >>> policy, rounds = FixedSize(expected_batch_size=50, steps=100).resolve(n=1000)
+        >>> policy.q, rounds
+        (0.05, 100)
+        >>> policy.covers
+        {'replace_one': ('pld', 'rdp')}
     """
 
     name = "fixed_size"

@@ -30,10 +30,11 @@ from dpexp.errors import checks_arguments
 class FullBatch(Policy):
     """Every record, every round.
 
-    >>> from dpexp import FullBatch
-    >>> policy, rounds = FullBatch(steps=20).resolve(n=1000)
-    >>> policy.q, rounds
-    (1.0, 20)
+    Examples:
+        >>> from dpexp import FullBatch
+        >>> policy, rounds = FullBatch(steps=20).resolve(n=1000)
+        >>> policy.q, rounds
+        (1.0, 20)
     """
 
     name = "all"

@@ -37,12 +37,13 @@ class Poisson(RatedPolicy):
 
     Removing a record from such a sample and nulling it are the same pair of distributions.
 
-    >>> from dpexp import Poisson
-    >>> policy, rounds = Poisson(expected_batch_size=50, epochs=3).resolve(n=1000)
-    >>> policy.q, rounds
-    (0.05, 60)
-    >>> policy.covers["add_remove"]
-    ('pld', 'rdp', 'moments', 'strong', 'basic')
+    Examples:
+        >>> from dpexp import Poisson
+        >>> policy, rounds = Poisson(expected_batch_size=50, epochs=3).resolve(n=1000)
+        >>> policy.q, rounds
+        (0.05, 60)
+        >>> policy.covers["add_remove"]
+        ('pld', 'rdp', 'moments', 'strong', 'basic')
     """
 
     name = "poisson"

@@ -30,10 +30,11 @@ class RandomAllocation(RatedPolicy):
 
     q is rounded such that t is a whole number. Sizes vary: a permutation would make records depend on one another.
 
-    >>> from dpexp import RandomAllocation
-    >>> policy, rounds = RandomAllocation(expected_batch_size=50, epochs=3).resolve(n=1000)
-    >>> policy.rounds_per_epoch, rounds
-    (20, 60)
+    Examples:
+        >>> from dpexp import RandomAllocation
+        >>> policy, rounds = RandomAllocation(expected_batch_size=50, epochs=3).resolve(n=1000)
+        >>> policy.rounds_per_epoch, rounds
+        (20, 60)
 
     Args:
         num_selected: k.

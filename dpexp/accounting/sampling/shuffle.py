@@ -32,12 +32,13 @@ class Shuffle(FixedSize):
     A record is in one sample of an epoch. Which one is not counted as random, so that an epoch costs as much as its
     most expensive round without sampling.
 
-    >>> from dpexp import Shuffle
-    >>> policy, rounds = Shuffle(expected_batch_size=300, epochs=2).resolve(n=1000)
-    >>> rounds  # of 300, 300, 300 and 100 records, twice
-    8
-    >>> policy.at_round(3, n=1000).q
-    0.1
+    Examples:
+        >>> from dpexp import Shuffle
+        >>> policy, rounds = Shuffle(expected_batch_size=300, epochs=2).resolve(n=1000)
+        >>> rounds  # of 300, 300, 300 and 100 records, twice
+        8
+        >>> policy.at_round(3, n=1000).q
+        0.1
     """
 
     weight: Rate = field(default=1.0, compare=False, repr=False)  # below 1 of an epoch's last sample, by `at_round`

@@ -28,10 +28,11 @@ class TruncatedPoisson(RatedPolicy):
 
     A maximum of q·n plus six times its square root is hardly ever reached.
 
-    >>> from dpexp import TruncatedPoisson
-    >>> policy, rounds = TruncatedPoisson(expected_batch_size=50, max_batch_size=92, epochs=3).resolve(n=1000)
-    >>> policy.q, policy.max_batch_size, rounds
-    (0.05, 92, 60)
+    Examples:
+        >>> from dpexp import TruncatedPoisson
+        >>> policy, rounds = TruncatedPoisson(expected_batch_size=50, max_batch_size=92, epochs=3).resolve(n=1000)
+        >>> policy.q, policy.max_batch_size, rounds
+        (0.05, 92, 60)
 
     Args:
         max_batch_size: the largest sample, in records.

@@ -31,9 +31,10 @@ _LARGEST_MULTIPLIER = 1e8  # of an initial clipping norm
 class AdaptiveClipNorm:
     """Clipping norms that adapt towards a quantile of the norms.
 
-    >>> from dpexp import AdaptiveClipNorm
-    >>> AdaptiveClipNorm(initial=0.5)(["conv", "fc"], [100, 900])  # S in the first round
-    [0.5, 0.5]
+    Examples:
+        >>> from dpexp import AdaptiveClipNorm
+        >>> AdaptiveClipNorm(initial=0.5)(["conv", "fc"], [100, 900])  # S in the first round
+        [0.5, 0.5]
 
     Args:
         initial: the first clipping norm, for all groups or by group.

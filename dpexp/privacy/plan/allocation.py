@@ -26,12 +26,13 @@ class Allocation(Protocol):
 class Proportional:
     """w_g = 1/G, so that σ̃_g = z √G S_g.
 
-    >>> from dpexp import Proportional
-    >>> from dpexp.privacy.plan.clipping import GroupClipping
-    >>> from dpexp.privacy.plan.groups import Vector
-    >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
-    >>> Proportional().shares(groups, {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)})
-    {'conv': 0.5, 'fc': 0.5}
+    Examples:
+        >>> from dpexp import Proportional
+        >>> from dpexp.privacy.plan.clipping import GroupClipping
+        >>> from dpexp.privacy.plan.groups import Vector
+        >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
+        >>> Proportional().shares(groups, {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)})
+        {'conv': 0.5, 'fc': 0.5}
     """
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
@@ -42,12 +43,13 @@ class Proportional:
 class DimensionAdjusted:
     """w_g = d_g/D, so that σ̃_g = z √(D/d_g) S_g.
 
-    >>> from dpexp import DimensionAdjusted
-    >>> from dpexp.privacy.plan.clipping import GroupClipping
-    >>> from dpexp.privacy.plan.groups import Vector
-    >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
-    >>> DimensionAdjusted().shares(groups, {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)})
-    {'conv': 0.1, 'fc': 0.9}
+    Examples:
+        >>> from dpexp import DimensionAdjusted
+        >>> from dpexp.privacy.plan.clipping import GroupClipping
+        >>> from dpexp.privacy.plan.groups import Vector
+        >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
+        >>> DimensionAdjusted().shares(groups, {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)})
+        {'conv': 0.1, 'fc': 0.9}
     """
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
@@ -61,12 +63,13 @@ class MinVariance:
     Group g's noise has total variance A_g σ̃_g² with A_g = Σ_j α_j² d_j (d_g under separate clipping);
     minimising Σ_g A_g z² S_g² / w_g subject to Σ w_g = 1 gives w_g ∝ S_g √A_g.
 
-    >>> from dpexp import MinVariance
-    >>> from dpexp.privacy.plan.clipping import GroupClipping
-    >>> from dpexp.privacy.plan.groups import Vector
-    >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
-    >>> MinVariance().shares(groups, {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)})
-    {'conv': 0.25, 'fc': 0.75}
+    Examples:
+        >>> from dpexp import MinVariance
+        >>> from dpexp.privacy.plan.clipping import GroupClipping
+        >>> from dpexp.privacy.plan.groups import Vector
+        >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
+        >>> MinVariance().shares(groups, {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)})
+        {'conv': 0.25, 'fc': 0.75}
     """
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
@@ -81,13 +84,14 @@ class MinVariance:
 class Weighted:
     """Your own shares, by group name; they must add up to 1.
 
-    >>> from dpexp import Weighted
-    >>> from dpexp.privacy.plan.clipping import GroupClipping
-    >>> from dpexp.privacy.plan.groups import Vector
-    >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
-    >>> clipping = {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)}
-    >>> Weighted({"conv": 0.2, "fc": 0.8}).shares(groups, clipping)
-    {'conv': 0.2, 'fc': 0.8}
+    Examples:
+        >>> from dpexp import Weighted
+        >>> from dpexp.privacy.plan.clipping import GroupClipping
+        >>> from dpexp.privacy.plan.groups import Vector
+        >>> groups = {"conv": [Vector("conv", ("conv.weight",), 10)], "fc": [Vector("fc", ("fc.weight",), 90)]}
+        >>> clipping = {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)}
+        >>> Weighted({"conv": 0.2, "fc": 0.8}).shares(groups, clipping)
+        {'conv': 0.2, 'fc': 0.8}
     """
 
     weights: Mapping[str, float]
@@ -105,11 +109,12 @@ class Weighted:
 class Explicit:
     """The noise itself, for all groups or by group name; z follows from it, so that z may not be set as well.
 
-    >>> from dpexp import Explicit
-    >>> from dpexp.privacy.plan.clipping import GroupClipping
-    >>> clipping = {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)}
-    >>> round(Explicit(sigma=2.0).noise_multiplier(clipping, records=100), 4)
-    1.4142
+    Examples:
+        >>> from dpexp import Explicit
+        >>> from dpexp.privacy.plan.clipping import GroupClipping
+        >>> clipping = {"conv": GroupClipping((1.0,), 1.0), "fc": GroupClipping((1.0,), 1.0)}
+        >>> round(Explicit(sigma=2.0).noise_multiplier(clipping, records=100), 4)
+        1.4142
 
     Args:
         sigma: σ̃_g, the standard deviation of the noise on the sum; or

@@ -68,9 +68,10 @@ class ClipNorm(Protocol):
 class FixedClipNorm:
     """One number for all, a number by the name of each group, or a list in the order of the plan.
 
-    >>> from dpexp import FixedClipNorm
-    >>> FixedClipNorm({"conv": 1.0, "fc": 0.5})(["conv", "fc"], [100, 900])
-    [1.0, 0.5]
+    Examples:
+        >>> from dpexp import FixedClipNorm
+        >>> FixedClipNorm({"conv": 1.0, "fc": 0.5})(["conv", "fc"], [100, 900])
+        [1.0, 0.5]
     """
 
     value: float | Mapping[str, float] | Sequence[float]
@@ -84,9 +85,10 @@ class FixedClipNorm:
 class UniformClipNorm:
     """S*/√m each, so that m of them add up to a total L2 norm of S* (arXiv 1812.06210, section 2).
 
-    >>> from dpexp import UniformClipNorm
-    >>> UniformClipNorm(total=1.0)(["conv", "fc", "a", "b"], [100, 900, 10, 10])
-    [0.5, 0.5, 0.5, 0.5]
+    Examples:
+        >>> from dpexp import UniformClipNorm
+        >>> UniformClipNorm(total=1.0)(["conv", "fc", "a", "b"], [100, 900, 10, 10])
+        [0.5, 0.5, 0.5, 0.5]
     """
 
     total: Positive
@@ -102,9 +104,10 @@ class DimensionClipNorm:
 
     arXiv 1812.06210, section 2, prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
 
-    >>> from dpexp import DimensionClipNorm
-    >>> DimensionClipNorm(total=1.0)(["conv", "fc"], [360, 640])
-    [0.6, 0.8]
+    Examples:
+        >>> from dpexp import DimensionClipNorm
+        >>> DimensionClipNorm(total=1.0)(["conv", "fc"], [360, 640])
+        [0.6, 0.8]
     """
 
     total: Positive
@@ -180,11 +183,12 @@ class Mechanism(Protocol):
 class Separate:
     """Each group is clipped as one concatenated vector to S_g, by default 1/√G for G groups in all.
 
-    >>> from dpexp import Separate
-    >>> from dpexp.privacy.plan.groups import Vector
-    >>> groups = {"conv": [Vector("conv", ("conv.weight",), 9)], "fc": [Vector("fc", ("fc.weight",), 90)]}
-    >>> Separate()(groups, {"conv": 1.0, "fc": 0.5})["fc"]
-    GroupClipping(alphas=(1.0,), S=0.5)
+    Examples:
+        >>> from dpexp import Separate
+        >>> from dpexp.privacy.plan.groups import Vector
+        >>> groups = {"conv": [Vector("conv", ("conv.weight",), 9)], "fc": [Vector("fc", ("fc.weight",), 90)]}
+        >>> Separate()(groups, {"conv": 1.0, "fc": 0.5})["fc"]
+        GroupClipping(alphas=(1.0,), S=0.5)
     """
 
     def __call__(
@@ -204,11 +208,12 @@ class Joint:
     S_g lies in (0, √k] for a group of k vectors, where √k, the default, never clips a record with ‖v_j‖ ≤ α_j for all
     j.
 
-    >>> from dpexp import FixedClipNorm, Joint
-    >>> from dpexp.privacy.plan.groups import Vector
-    >>> both = [Vector("conv", ("conv.weight",), 9), Vector("fc", ("fc.weight",), 90)]
-    >>> Joint(alpha=FixedClipNorm([1.0, 100.0]))({"all": both}, {"all": 1.0})["all"]
-    GroupClipping(alphas=(1.0, 100.0), S=1.0)
+    Examples:
+        >>> from dpexp import FixedClipNorm, Joint
+        >>> from dpexp.privacy.plan.groups import Vector
+        >>> both = [Vector("conv", ("conv.weight",), 9), Vector("fc", ("fc.weight",), 90)]
+        >>> Joint(alpha=FixedClipNorm([1.0, 100.0]))({"all": both}, {"all": 1.0})["all"]
+        GroupClipping(alphas=(1.0, 100.0), S=1.0)
 
     Args:
         alpha: gives the scale of each vector; by default `UniformClipNorm(1)`. It is called once, with the vectors of
@@ -283,11 +288,12 @@ class ClipRule(Protocol):
 class Abadi:
     """rule(x) = min(1, S/x) (Abadi et al. 2016, algorithm 1).
 
-    >>> import torch
-    >>> from dpexp import Abadi
-    >>> rule, S = Abadi(), torch.tensor(1.0, dtype=torch.float64)
-    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
-    [1.0, 1.0, 0.5]
+    Examples:
+        >>> import torch
+        >>> from dpexp import Abadi
+        >>> rule, S = Abadi(), torch.tensor(1.0, dtype=torch.float64)
+        >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+        [1.0, 1.0, 0.5]
     """
 
     name: str = field(default="abadi", init=False)
@@ -304,11 +310,12 @@ class Automatic:
     Every vector gets a norm of about S, which becomes a factor of the learning rate. γ, in the unit of x, keeps the
     shortest vectors shorter.
 
-    >>> import torch
-    >>> from dpexp import Automatic
-    >>> rule, S = Automatic(gamma=0.01), torch.tensor(1.0, dtype=torch.float64)
-    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
-    [50.0, 1.961, 0.498]
+    Examples:
+        >>> import torch
+        >>> from dpexp import Automatic
+        >>> rule, S = Automatic(gamma=0.01), torch.tensor(1.0, dtype=torch.float64)
+        >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+        [50.0, 1.961, 0.498]
     """
 
     gamma: Positive = 0.01
@@ -326,11 +333,12 @@ class Psac:
     rule(0) is S, and for r < 1 rule(x) is largest at x = √r - r. The shortest vectors carry the least information in
     their directions. Unlike `Automatic` this rule does not enlarge them much.
 
-    >>> import torch
-    >>> from dpexp import Psac
-    >>> rule, S = Psac(r=0.1), torch.tensor(1.0, dtype=torch.float64)
-    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
-    [1.088, 1.5, 0.488]
+    Examples:
+        >>> import torch
+        >>> from dpexp import Psac
+        >>> rule, S = Psac(r=0.1), torch.tensor(1.0, dtype=torch.float64)
+        >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+        [1.088, 1.5, 0.488]
     """
 
     r: Positive = 0.1
@@ -351,11 +359,12 @@ class Global:
     Z is the `threshold`, in units of S. Records with a norm up to Z·S are all scaled by the same factor; the others are
     dropped. The step is a ramp over the last hundredth before Z·S, since a rule must be continuous.
 
-    >>> import torch
-    >>> from dpexp import Global
-    >>> rule, S = Global(threshold=1.0), torch.tensor(1.0, dtype=torch.float64)
-    >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
-    [1.0, 1.0, 0.0]
+    Examples:
+        >>> import torch
+        >>> from dpexp import Global
+        >>> rule, S = Global(threshold=1.0), torch.tensor(1.0, dtype=torch.float64)
+        >>> [round(float(rule(torch.tensor(x, dtype=torch.float64), S)), 3) for x in (0.01, 0.5, 2.0)]
+        [1.0, 1.0, 0.0]
     """
 
     threshold: Positive

@@ -77,11 +77,12 @@ def _match(name: str, spec: Any) -> Match:
 class Groups:
     """Groups by name: each trainable parameter must fall in exactly one, and each group must have one.
 
-    >>> from dpexp import Groups
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
-    >>> Groups({"first": {"parameters": ["0.*"]}, "others": {"rest": True}})(model)
-    {'first': ['0.weight', '0.bias'], 'others': ['2.weight', '2.bias']}
+    Examples:
+        >>> from dpexp import Groups
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+        >>> Groups({"first": {"parameters": ["0.*"]}, "others": {"rest": True}})(model)
+        {'first': ['0.weight', '0.bias'], 'others': ['2.weight', '2.bias']}
     """
 
     groups: Mapping[str, Match]
@@ -113,10 +114,11 @@ class Groups:
 def flat() -> Groups:
     """One group of all parameters.
 
-    >>> from dpexp import flat
-    >>> from torch import nn
-    >>> flat()(nn.Linear(3, 1))
-    {'all': ['weight', 'bias']}
+    Examples:
+        >>> from dpexp import flat
+        >>> from torch import nn
+        >>> flat()(nn.Linear(3, 1))
+        {'all': ['weight', 'bias']}
     """
     return Groups({"all": Match(parameters=("*",))})
 
@@ -124,10 +126,11 @@ def flat() -> Groups:
 def per_layer() -> Grouping:
     """One group for each layer, named after it.
 
-    >>> from dpexp import per_layer
-    >>> from torch import nn
-    >>> per_layer()(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
-    {'0': ['0.weight', '0.bias'], '1': ['1.weight', '1.bias']}
+    Examples:
+        >>> from dpexp import per_layer
+        >>> from torch import nn
+        >>> per_layer()(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+        {'0': ['0.weight', '0.bias'], '1': ['1.weight', '1.bias']}
     """
 
     return lambda module: {v.name: list(v.parameters) for v in vectors(module, list(owners(module)))}
@@ -136,10 +139,11 @@ def per_layer() -> Grouping:
 def conv_fc() -> Groups:
     """Convolutional layers, fully connected layers, and the rest (arXiv 1812.06210, section 1).
 
-    >>> from dpexp import conv_fc
-    >>> from torch import nn
-    >>> conv_fc()(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
-    {'conv': ['0.weight', '0.bias'], 'fc': ['2.weight', '2.bias']}
+    Examples:
+        >>> from dpexp import conv_fc
+        >>> from torch import nn
+        >>> conv_fc()(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
+        {'conv': ['0.weight', '0.bias'], 'fc': ['2.weight', '2.bias']}
     """
     return Groups({"conv": Match(layers=("_ConvNd",)), "fc": Match(layers=("Linear",)), "rest": Match(rest=True)})
 

@@ -43,11 +43,12 @@ from dpexp.privacy.sampling.privacy_unit import Example
 class Clipping:
     """What is clipped together, to which norms, and by which rule (arXiv 1812.06210, section 2).
 
-    >>> import dpexp
-    >>> dpexp.Clipping(group=dpexp.per_layer(), clip_norm=dpexp.UniformClipNorm(total=1.0)).vectors
-    'layer'
-    >>> dpexp.Clipping(mechanism=dpexp.Joint(alpha=dpexp.FixedClipNorm([1.0, 100.0]))).mechanism
-    Joint(alpha=FixedClipNorm(value=[1.0, 100.0]))
+    Examples:
+        >>> import dpexp
+        >>> dpexp.Clipping(group=dpexp.per_layer(), clip_norm=dpexp.UniformClipNorm(total=1.0)).vectors
+        'layer'
+        >>> dpexp.Clipping(mechanism=dpexp.Joint(alpha=dpexp.FixedClipNorm([1.0, 100.0]))).mechanism
+        Joint(alpha=FixedClipNorm(value=[1.0, 100.0]))
 
     Args:
         group: divides the parameters into groups; by default one.
@@ -98,23 +99,23 @@ def make_plan(
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
 
-    >>> import dpexp, torch
-    >>> sampling, target = dpexp.Poisson(expected_batch_size=100, epochs=2), dpexp.Target(epsilon=1.0, delta=1e-5)
-    >>> dpexp.make_plan(torch.nn.Linear(3, 1), n=10_000, sampling=sampling, target=target)
-    PrivacyPlan: 200 rounds of Poisson(q=0.01), n = 10000, z = 0.9674; groups: 1
-      all: 4 numbers, S = 1, σ̃ = 0.9674
+    Examples:
+        >>> import dpexp, torch
+        >>> sampling, target = dpexp.Poisson(expected_batch_size=100, epochs=2), dpexp.Target(epsilon=1.0, delta=1e-5)
+        >>> dpexp.make_plan(torch.nn.Linear(3, 1), n=10_000, sampling=sampling, target=target)
+        PrivacyPlan: 200 rounds of Poisson(q=0.01), n = 10000, z = 0.9674; groups: 1
+          all: 4 numbers, S = 1, σ̃ = 0.9674
 
     Args:
         n: published number of training examples.
         sampling: how each round's sample is drawn, and how many rounds there are.
         users: published number of users, if `privacy_unit` is a `User`.
         target: the privacy target, for which z is calibrated; or z itself.
-        clipping, allocation, noise, schedules: by default `Clipping()`, `Proportional()`, `Gaussian()`, `Schedules()`.
+        clipping: by default `Clipping()`; allocation: `Proportional()`; noise: `Gaussian()`; schedules: `Schedules()`.
         private_metrics: what is released besides gradients (`dpexp.privacy.private_metrics.metric_releases`).
         privacy_unit: by default `Example()`.
         adjacency: `add_remove`, `replace_one` or `replace_null`; by default the first that `sampling` covers.
-        calibrate: what is solved for to meet the target, one of `dpexp.accounting.calibration.CALIBRATABLE`. All but
-            `noise_multiplier` need a noise: the target's `noise_multiplier`, or an `Explicit` allocation.
+        calibrate: what is solved for to meet the target, one of `dpexp.accounting.calibration.CALIBRATABLE`.
 
     Raises:
         ConfigError: a value is out of range, options contradict each other, or a layer of the model mixes records.

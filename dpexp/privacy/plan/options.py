@@ -24,11 +24,12 @@ BANDS = Range(f"{COUNT.wanted}, or auto", lambda bands: bands == AUTO or is_coun
 class Target:
     """The privacy target, for which the noise is calibrated; or the noise multiplier itself. Give one of four.
 
-    >>> from dpexp import Target
-    >>> Target(epsilon=3.0, delta=1e-5).given
-    ['privacy.epsilon=3.0']
-    >>> Target(noise_multiplier=1.1).given
-    []
+    Examples:
+        >>> from dpexp import Target
+        >>> Target(epsilon=3.0, delta=1e-5).given
+        ['privacy.epsilon=3.0']
+        >>> Target(noise_multiplier=1.1).given
+        []
 
     Args:
         epsilon: ε at `delta`, above 0.
@@ -109,9 +110,10 @@ def _check_tpr(rates: Mapping[float, float]) -> None:
 class Gaussian:
     """Gaussian noise, independent in each round.
 
-    >>> from dpexp import Gaussian
-    >>> Gaussian().bands
-    1
+    Examples:
+        >>> from dpexp import Gaussian
+        >>> Gaussian().bands
+        1
     """
 
     bands = 1
@@ -125,9 +127,10 @@ class Gaussian:
 class Banded(Gaussian):
     """Gaussian noise that is correlated over rounds (see `dpexp.privacy.noise.correlated`).
 
-    >>> from dpexp import Banded
-    >>> Banded(bands=8, momentum=0.9)
-    Banded(bands=8, coefficients='optimal', momentum=0.9)
+    Examples:
+        >>> from dpexp import Banded
+        >>> Banded(bands=8, momentum=0.9)
+        Banded(bands=8, coefficients='optimal', momentum=0.9)
 
     Args:
         bands: b, or `auto`, the default, for the power of two with the least predicted error.
@@ -167,9 +170,10 @@ class Banded(Gaussian):
 class Schedules:
     """How z, q and S vary over the rounds: multipliers of the plan's values (see `dpexp.privacy.plan.schedules`).
 
-    >>> from dpexp import Schedules
-    >>> Schedules(z={"step": {0: 2.0, 500: 1.0}}).over(rounds=1000).at_round(499).z
-    2.0
+    Examples:
+        >>> from dpexp import Schedules
+        >>> Schedules(z={"step": {0: 2.0, 500: 1.0}}).over(rounds=1000).at_round(499).z
+        2.0
 
     Args:
         z: null, a number, a list of T numbers, `{linear: [first, last]}` or `{step: {0: 1.0, 500: 0.5}}`.

@@ -29,11 +29,12 @@ _SHOWN = 8  # groups, in a table
 class Group:
     """A group of vectors, with its clipping and noise.
 
-    >>> from dpexp.privacy.plan.groups import Vector
-    >>> from dpexp.privacy.plan.plan import Group
-    >>> group = Group("fc", (Vector("fc", ("fc.weight", "fc.bias"), 10),), (1.0,), S=0.5, sigma=0.5, share=0.25)
-    >>> group.with_noise(z=2.0).sigma
-    2.0
+    Examples:
+        >>> from dpexp.privacy.plan.groups import Vector
+        >>> from dpexp.privacy.plan.plan import Group
+        >>> group = Group("fc", (Vector("fc", ("fc.weight", "fc.bias"), 10),), (1.0,), S=0.5, sigma=0.5, share=0.25)
+        >>> group.with_noise(z=2.0).sigma
+        2.0
 
     Attributes:
         name: of the group, as in the ledger.
@@ -116,15 +117,16 @@ class AdaptiveTargets:
 class PrivacyPlan:
     """What is sampled, clipped and noised, and for how many rounds.
 
-    >>> import dpexp, torch
-    >>> sampling = dpexp.Poisson(sampling_rate=0.01, steps=200)
-    >>> plan = dpexp.make_plan(
-    ...     torch.nn.Linear(3, 1), n=10_000, sampling=sampling, target=dpexp.Target(epsilon=1.0, delta=1e-5)
-    ... )
-    >>> plan.rounds, plan.adjacency, len(plan.ledger())
-    (200, 'add_remove', 200)
-    >>> dpexp.epsilon(plan.ledger(), 1e-5) <= 1
-    True
+    Examples:
+        >>> import dpexp, torch
+        >>> sampling = dpexp.Poisson(sampling_rate=0.01, steps=200)
+        >>> plan = dpexp.make_plan(
+        ...     torch.nn.Linear(3, 1), n=10_000, sampling=sampling, target=dpexp.Target(epsilon=1.0, delta=1e-5)
+        ... )
+        >>> plan.rounds, plan.adjacency, len(plan.ledger())
+        (200, 'add_remove', 200)
+        >>> dpexp.epsilon(plan.ledger(), 1e-5) <= 1
+        True
 
     Attributes:
         sampling: the sampling policy.

@@ -36,9 +36,10 @@ NOBODY = -1  # the user of an example whose user is not known
 class Example:
     """A record is an example: what the data set gives for an index.
 
-    >>> from dpexp import Example
-    >>> Example().num_records(n=1000), Example().max_examples_in_round
-    (1000, 1)
+    Examples:
+        >>> from dpexp import Example
+        >>> Example().num_records(n=1000), Example().max_examples_in_round
+        (1000, 1)
     """
 
     @property
@@ -81,9 +82,10 @@ class Example:
 class Microbatch(Example):
     """Record i is the k examples at positions ik to (i+1)k - 1; `size` is k.
 
-    >>> from dpexp import Microbatch
-    >>> Microbatch(size=4).num_records(n=1002), str(Microbatch(size=4))
-    (251, 'unit of 4 examples')
+    Examples:
+        >>> from dpexp import Microbatch
+        >>> Microbatch(size=4).num_records(n=1002), str(Microbatch(size=4))
+        (251, 'unit of 4 examples')
     """
 
     size: Count
@@ -112,9 +114,10 @@ class Microbatch(Example):
 class LocalTraining:
     """A user's vector is the change of the weights by SGD (see `dpexp.privacy.gradients.one_at_a_time`).
 
-    >>> from dpexp import LocalTraining
-    >>> LocalTraining(lr=0.1, epochs=1, batch_size=4).batches(m=10)
-    [range(0, 4), range(4, 8), range(8, 10)]
+    Examples:
+        >>> from dpexp import LocalTraining
+        >>> LocalTraining(lr=0.1, epochs=1, batch_size=4).batches(m=10)
+        [range(0, 4), range(4, 8), range(8, 10)]
 
     Attributes:
         lr: learning rate of the user's SGD.
@@ -143,9 +146,10 @@ class LocalTraining:
 class User(Example):
     """A record is all examples of a user.
 
-    >>> from dpexp import User
-    >>> User(max_examples=32, user_attribute="user_of").num_records(n=50_000, users=2000)
-    2000
+    Examples:
+        >>> from dpexp import User
+        >>> User(max_examples=32, user_attribute="user_of").num_records(n=50_000, users=2000)
+        2000
 
     Attributes:
         max_examples: of a user in a round; of more examples a random subset is used.

@@ -55,8 +55,9 @@ class TextAlone:
 class FilledPrompt(TextAlone):
     """A prompt such as "A review of {product}:", filled with a record's fields; or a field that holds it.
 
-        >>> FilledPrompt("text", "{label} → ").parts({"label": "games", "text": "Chess"})
-        ('games → ', 'Chess')
+        Examples:
+            >>> FilledPrompt("text", "{label} → ").parts({"label": "games", "text": "Chess"})
+            ('games → ', 'Chess')
 
     Raises:
         ConfigError: the prompt is no format of fields by name.
