@@ -187,8 +187,10 @@ class _Direction:
         self._cache: dict[int, _Composed] = {}
 
     def without_cache(self) -> "_Direction":
-        """The same with an empty cache. First guesses stay cached: they depend on the level alone, not on what was
-        asked before."""
+        """A copy with an empty cache of compositions.
+
+        First guesses stay cached, since they depend on the level alone, and not on earlier calls.
+        """
         found = copy(self)
         found._cache = {}
         return found

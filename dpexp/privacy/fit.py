@@ -234,7 +234,7 @@ class Fit:
     def prepare(self) -> None:
         """Gives all processes the same keys of samples and of dealing, and makes the preprocessing ready.
 
-        The key of the noise stays in the main process; each process has a key of its own for its records.
+        The main process alone draws noise, by a key of its own; each process has a key of its own for its records.
         """
         plan, processes, keys = self.plan, self.processes, self._keys
         if self._options.noise_seed is not None:

@@ -9,7 +9,8 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class TrainingLoop:
 
         A plain loop has no counters: only the optimizers' settings differ there, as by a scheduler.
         """
-        return (lambda: later_settings(self._optimizers)) if self._optimizers else nullcontext
+        return partial(later_settings, self._optimizers)
 
     def public_record(self) -> Any:
         """A batch of one public record; None: there is none."""
