@@ -1,6 +1,5 @@
 """The Lightning callback that carries out a privacy plan."""
 
-import warnings
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -8,7 +7,6 @@ from unittest.mock import patch
 import torch
 
 from dpexp._lightning_compat import TrainerFn, pl, refuse_mixed, replace_training_loader, training_loader
-from dpexp.accounting.rounding import up
 from dpexp.errors import ConfigError, checks_arguments
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
@@ -102,21 +100,10 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
         assert self._fit
         with self._fit.processes.fail_together():
             refusals.refuse_optimizers(trainer, pl_module)
-        self._warn_of_early_end(trainer)
+        self._loop.warn_of_early_end(self.rounds_done, self.readings)
         self._fit.preprocess()
         self._loop.mute()
         trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds
-
-    def _warn_of_early_end(self, trainer: pl.Trainer) -> None:
-        earlier = self.rounds_done - trainer.global_step  # by another Trainer, whose count of steps is not this one's
-        rounds = min(self.plan.rounds, earlier + refusals.rounds_to_train(trainer, self.plan))
-        if rounds < self.plan.rounds:
-            epsilon = up(self.readings.after(rounds), 4) if self.readings else "unknown without a delta"
-            warnings.warn(
-                f"trainer.max_epochs={trainer.max_epochs} with max_steps={trainer.max_steps} ends the training after "
-                f"{rounds} of the plan's {self.plan.rounds} rounds, at ε = {epsilon}. The noise was calibrated for "
-                "all of them: plan fewer, which need less noise, unless the training will go on."
-            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -103,8 +103,7 @@ class Progress:
         rounds: that are done.
         preprocessed: steps of preprocessing that are done.
         position: where a checkpoint that is resumed from, or an earlier fit, stood in the ledger (see
-            `LedgerWriter.position`). None: neither is there, or the ledger is open and knows. Empty: the main process
-            knows it.
+            `LedgerWriter.position`). None: neither is there, or the ledger knows, which the main process has open.
         estimates: the released metrics.
         adaptive: the clipping norms of an adaptive plan.
         compile: whether the step is compiled; None: it is not decided.
@@ -118,6 +117,10 @@ class Progress:
     position: Mapping[str, Any] | None = None
     estimates: MetricEstimates = field(default_factory=MetricEstimates)
     why_compiled: str = ""
+
+    @classmethod
+    def at_start(cls, plan: PrivacyPlan, compile: bool | None) -> "Progress":
+        return cls(AdaptiveState(plan.adaptive) if plan.adaptive else None, compile)
 
 
 @dataclass

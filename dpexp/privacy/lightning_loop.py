@@ -1,5 +1,6 @@
 """What private rounds need of a Lightning Trainer: muted logging, and a way to look as in another round."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -8,12 +9,14 @@ from typing import Any
 import torch
 
 from dpexp._lightning_compat import pl
+from dpexp.accounting.rounding import up
 from dpexp.privacy import refusals
 from dpexp.privacy.gradients.training_step import TrainingStep, log_privately
 from dpexp.privacy.loop import TrainingLoop, later_settings
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.round import RoundEngine
+from dpexp.privacy.running_epsilon import RunningEpsilon
 
 
 class LightningLoop(TrainingLoop):
@@ -59,6 +62,19 @@ class LightningLoop(TrainingLoop):
                 values[f"unsafe/clip_fraction/{group.name}"] = float((joined > group.S).float().mean())
         for name, value in values.items():
             self.log_released(name, value)
+
+    def warn_of_early_end(self, done: int, readings: RunningEpsilon | None) -> None:
+        """Warns if the Trainer ends before the plan's rounds are done, of which `done` were before this fit."""
+        trainer, plan = self._trainer, self._plan
+        earlier = done - trainer.global_step  # by another Trainer, whose count of steps is not this one's
+        rounds = min(plan.rounds, earlier + refusals.rounds_to_train(trainer, plan))
+        if rounds < plan.rounds:
+            epsilon = up(readings.after(rounds), 4) if readings else "unknown without a delta"
+            warnings.warn(
+                f"trainer.max_epochs={trainer.max_epochs} with max_steps={trainer.max_steps} ends the training after "
+                f"{rounds} of the plan's {plan.rounds} rounds, at ε = {epsilon}. The noise was calibrated for all of "
+                "them: plan fewer, which need less noise, unless the training will go on."
+            )
 
     def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
         return partial(_as_in_round, self._trainer, t, place, self.args)

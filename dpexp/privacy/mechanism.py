@@ -1,23 +1,22 @@
 """The mechanism of one group: algorithm 1 of McMahan, Andrew et al. (arXiv 1812.06210, section 2).
 
-For a group with vectors v_1 ... v_k, scales alpha, clip norm S and noise sigma, over the records i of a round's sample:
+For a group with vectors v_1…v_k, scales α_j, clipping norm S and noise σ̃, over the records i of a round's sample:
 
-    norm_i = (sum_j ||v_j^i||^2 / alpha_j^2)^(1/2),   c_i = w_i min(rule(norm_i), S / norm_i),
-    v_j = (sum_i c_i v_j^i + alpha_j N(0, sigma^2 I)) / (q n).
+    x_i = (Σ_j ‖v_j^i‖²/α_j²)^½,   c_i = w_i min(rule(x_i), S/x_i),   v̂_j = (1/qn) (Σ_i c_i v_j^i + α_j N(0, σ̃² I)).
 
-rule(norm) is what the clip rule of the plan returns (`dpexp.privacy.plan.clipping`); c_i is what the vectors are
-multiplied by. The weight w_i of a gradient is what `training_step` passes to `dpexp.weigh`, clamped to [0, 1]; by
-default it is 1. It multiplies c_i after clipping, so that it never makes a record count for more than S.
+rule(x) is what the clip rule of the plan returns for the scaled norm x (`dpexp.privacy.plan.clipping`); c_i is what the
+vectors are multiplied by. The weight w_i of a gradient is what `training_step` passes to `dpexp.weigh`, clamped to
+[0, 1]; by default it is 1. It multiplies c_i after clipping, so that it never makes a record count for more than S.
 
 | Case | What the record adds |
 |---|---|
-| zero vector: norm 0 | c = w rule(0), at most 2^30 in float32; zero is added |
-| S larger than every norm | `Abadi`: the vectors as they are, but for rounding where a norm is next to S |
-| infinite or NaN norm | c = 0, and its row is set to zero or replaced (`dpexp.privacy.gradients.graphs`) |
-| the rule returns more than S / norm, or infinity | c = w S / norm |
+| zero vector: x = 0 | c = w rule(0), at most 2^30 in float32; zero is added |
+| S larger than every norm x | `Abadi`: the vectors as they are, but for rounding where a norm is next to S |
+| x infinite or NaN | c = 0, and its row is set to zero or replaced (`dpexp.privacy.gradients.graphs`) |
+| the rule returns more than S/x, or infinity | c = w S/x |
 | the rule returns a number below 0, or NaN | c = 0 |
 | c below 2^-100 in float32, 2^-900 in float64 | c = 0 |
-| weight 0 or NaN | c = 0 |
+| weight w of 0 or NaN | c = 0 |
 | a record with an index or a label out of range | c = 0, since its row is not counted |
 | a record without a loss | it does not get here (`dpexp.privacy.round`) |
 | the step does not use any of a group's parameters | no norm, and no sum; noise is added to zeros |
@@ -30,7 +29,7 @@ Formal guarantees:
 *Sensitivity.* Each record adds at most S to the group's sum, in the group's scaled norm, whatever its data and the clip
 rule. Adding or removing a record, or replacing it by one that contributes nothing, moves the sum by at most S;
 replacing it by another record moves it by at most 2 S (SENSITIVITY of `dpexp.accounting.coverage`). The accountant
-divides sigma by as much. Noise with bands is correlated over rounds: `dpexp.privacy.noise.correlated` says what that
+divides σ̃ by as much. Noise with bands is correlated over rounds: `dpexp.privacy.noise.correlated` says what that
 costs.
 
 *Floating point.* The bound holds as computed: norms are float64 and never below the true norm of what is added in
@@ -100,7 +99,7 @@ class ScaledNorms:
     weights: Tensor | None = None
 
     def by_vector(self, vectors: int) -> Tensor:
-        """[vectors, B]: ||v_j|| / alpha_j."""
+        """[vectors, B]: ‖v_j‖/α_j."""
         index = torch.tensor([part.vector for part in self.parts], device=self.squares.device)
         return self.squares.new_zeros(vectors, self.squares.shape[1]).index_add(0, index, self.squares).sqrt()
 
@@ -124,13 +123,13 @@ class GroupMechanism:
         squared = iter(squared_norms([vector for some in vectors for vector in some]))
         each = [part.gradient.squares(*islice(squared, len(some))) for part, some in zip(parts, vectors, strict=True)]
         squares = torch.stack([_over_square(one, part.alpha) for one, part in zip(each, parts, strict=True)])
-        rounding = 1 + (len(parts) + 4) * 2.0**-53  # of the sum, its root and the division by alpha
+        rounding = 1 + (len(parts) + 4) * 2.0**-53  # of the sum, its root and the division by α
         return ScaledNorms(parts, squares, squares.sum(0).sqrt() * rounding)
 
     def sums(
         self, found: ScaledNorms, S: Tensor, like: Mapping[str, Tensor], counted: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """sum_i c_i v^i of a chunk for each parameter that was used; drops the gradients.
+        """Σ_i c_i v^i of a chunk for each parameter that was used; drops the gradients.
 
         Args:
             found: its norms must be finite.
@@ -153,9 +152,9 @@ class GroupMechanism:
 
 
 def clip_factors(rule: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
-    """c_i [B] of dtype: min(rule(norm_i), S / norm_i) times the weight; 0 where the norm is not finite.
+    """c_i [B] of dtype: w_i min(rule(x_i), S/x_i), with the scaled norms x_i in `norms`; 0 where one is not finite.
 
-    - S is reduced by the rounding of the multiplication by c. So ||c_i v^i|| <= S as computed, for any rule, if the
+    - S is reduced by the rounding of the multiplication by c. So ‖c_i v^i‖ <= S as computed, for any rule, if the
       norms [B] are at least the true ones.
     - A weight in [0, 1] makes no factor larger as computed.
     - c_i may exceed 1. It is clamped such that neither c·g nor c·x overflows for g and x up to LARGEST, nor does a sum
@@ -168,13 +167,13 @@ def clip_factors(rule: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, w
 
 
 def add_noise(groups: Iterable[Group], sums: Mapping[str, Tensor], noise: CorrelatedNoise, denominator: float) -> None:
-    """Adds alpha_j sigma y_t to each sum, for independent or banded normal noise y_t, and divides by qn, in place."""
+    """Adds α_j σ̃ y_t to each sum, for independent or banded normal noise y_t, and divides by qn, in place."""
     noisy = [Noisy(name, sums[name], alpha * group.sigma, group.bands) for group, alpha, name in by_parameter(groups)]
     noise.add_to(noisy, divisor=denominator)
 
 
 def by_parameter(groups: Iterable[Group]) -> Iterator[tuple[Group, float, str]]:
-    """(group, alpha, name) of each parameter and metric of the groups."""
+    """(group, α, name) of each parameter and metric of the groups."""
     for group in groups:
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):
             for name in vector.parameters:
@@ -206,5 +205,5 @@ def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, 
 
 
 def _over_square(x: Tensor, alpha: float | Tensor) -> Tensor:
-    """x / alpha^2, without an operator if alpha is 1."""
+    """x/α², without an operator if α is 1."""
     return x if isinstance(alpha, float) and alpha == 1 else x / alpha**2

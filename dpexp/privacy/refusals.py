@@ -202,6 +202,26 @@ def warn_of_noise(plan: PrivacyPlan) -> None:
         )
 
 
+def warn_of_lost_rounds(plan: PrivacyPlan, lost: int, done: int) -> None:
+    """Warns of rounds that random allocation cannot do after a crash, as `PrivacyPlan.resumed_at` counts them."""
+    if lost > 0:
+        left = plan.rounds - done
+        then = f"a new epoch begins, and {left} rounds are left" if left else "no epoch is left; training ends"
+        warnings.warn(
+            f"sampling={plan.sampling.name}: the interrupted epoch's samples cannot be drawn again, and ε counts the "
+            f"whole epoch, so {lost} rounds are lost; {then}."
+        )
+
+
+def warn_of_no_rounds(plan: PrivacyPlan, done: int) -> None:
+    """Warns if all of a plan's rounds are done before a fit."""
+    if done >= plan.rounds:
+        warnings.warn(
+            f"the plan's {plan.rounds} rounds are done, so that nothing more is trained: one loop over private.rounds, "
+            "or one fit, trains all of them. More rounds need a plan of more."
+        )
+
+
 def refuse_callbacks(trainer: pl.Trainer) -> None:
     """Refuses callbacks that train on raw batches, reveal the sample's size, or change what is trained."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.coverage import check_covered, check_delta
 from dpexp.accounting.ledger import Ledger, concatenate
 from dpexp.privacy.plan.plan import PrivacyPlan
 
@@ -18,9 +19,14 @@ class RunningEpsilon:
         epsilon: at the last reading.
         at_most: at the next reading.
         read_at: completed rounds at the last reading.
+
+    Raises:
+        ConfigError: δ is out of range, or the accountant does not cover the plan's sampling.
     """
 
     def __init__(self, plan: PrivacyPlan, delta: float, accountant: str) -> None:
+        check_delta(delta)
+        check_covered(type(plan.sampling), plan.adjacency, accountant)
         self.epsilon = self.at_most = 0.0
         self.read_at = self._since = 0
         self._plan, self.delta, self._accountant = plan, delta, accountant

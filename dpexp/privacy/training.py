@@ -3,7 +3,6 @@
 Read `dpexp.privacy.fit` next: it has the rounds of one fit.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any
 from torch import nn
 
 from dpexp._transformers_compat import trained_privately
-from dpexp.accounting.coverage import check_covered, check_delta
 from dpexp.errors import ConfigError
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
 from dpexp.privacy.fit import Fit, FitOptions, Progress
 from dpexp.privacy.gradients.training_step import TrainingStep
 from dpexp.privacy.loop import TrainingLoop
-from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.privacy.running_epsilon import RunningEpsilon
@@ -49,13 +46,10 @@ class PrivateTraining:
         if memory == "low" and compile:
             raise ConfigError("trainer.memory=low does not compile the step; leave trainer.compile at auto or false.")
         delta = plan.delta if delta is None else delta
-        if delta is not None:
-            check_delta(delta)
-            check_covered(type(plan.sampling), plan.adjacency, accountant)
         self.plan, self.delta, self.accountant = plan, delta, accountant
         self.ledger_path = Path(ledger)
         self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
-        self.progress = Progress(adaptive=AdaptiveState(plan.adaptive) if plan.adaptive else None, compile=compile)
+        self.progress = Progress.at_start(plan, compile)
         self._ledger: Any = None  # the last fit's, closed or not; None: none began since a checkpoint was loaded
         self._fit: Fit | None = None  # the present one
         self._until_closed = ExitStack()  # gives back what was replaced in the user's objects
@@ -111,53 +105,40 @@ class PrivateTraining:
         loader: Any,
         processes: Processes,
         loop: TrainingLoop,
-        resumed_from: Any,
+        checkpoint: Any,
         check: Callable[[], None],
     ) -> Fit:
         """Opens the ledger and prepares the rounds; nothing is released.
 
         Args:
-            resumed_from: a checkpoint that was loaded, for messages; None: none was. Then the training begins, or goes
-                on where an earlier fit of this object ended.
+            checkpoint: the one that was loaded, for messages; None: none was.
             check: refuses more, in all processes together.
         """
-        goes_on = resumed_from is None and self._ledger is not None
-        resumes = goes_on or resumed_from is not None
-        if goes_on:  # the main process knows where its ledger ended; {}: another process need not
-            self.progress.position = self._ledger.position or {}
+        # A fit begins a training, or resumes it: after a checkpoint, or where an earlier fit of this object ended.
+        after_checkpoint = checkpoint is not None
+        after_earlier_fit = not after_checkpoint and self._ledger is not None
+        if after_earlier_fit:
+            self.progress.position = self._ledger.position
         self._until_closed.enter_context(trained_privately(module))
         refusals.warn_of_compiled(module)
         refusals.warn_of_noise(self.plan)
 
         def check_all() -> None:
             check()
-            if resumes and self.progress.position is None:
-                raise ConfigError(refusals.NO_POSITION.format(checkpoint=resumed_from, ledger=self.ledger_path))
+            if after_checkpoint and self.progress.position is None:
+                raise ConfigError(refusals.NO_POSITION.format(checkpoint=checkpoint, ledger=self.ledger_path))
 
         fit = Fit(self.plan, self.options, self.progress, loop, module, loader, processes, check_all)
         self._fit = fit
         done_before = self.rounds_done  # `open` may raise it: a sampling policy may not go on within an epoch
-        self._ledger = fit.open(self.ledger_path, resumes)
-        self._warn_of_rounds_left(done_before, goes_on)
+        self._ledger = fit.open(self.ledger_path, resumes=after_checkpoint or after_earlier_fit)
+        refusals.warn_of_lost_rounds(self.plan, self.rounds_done - done_before, self.rounds_done)
+        if after_earlier_fit:
+            refusals.warn_of_no_rounds(self.plan, self.rounds_done)
         if self.readings:
             self.readings.begin(self._ledger.ledger, self.rounds_done)
         fit.prepare()
         return fit
-
-    def _warn_of_rounds_left(self, done_before: int, goes_on: bool) -> None:
-        """Warns of rounds that random allocation cannot do after a crash, and of a fit in which none is left."""
-        lost, left = self.rounds_done - done_before, self.plan.rounds - self.rounds_done
-        if lost > 0:
-            then = f"a new epoch begins, and {left} rounds are left" if left else "no epoch is left; training ends"
-            warnings.warn(
-                f"sampling={self.plan.sampling.name}: the interrupted epoch's samples cannot be drawn again, and ε "
-                f"counts the whole epoch, so {lost} rounds are lost; {then}."
-            )
-        if goes_on and left <= 0:
-            warnings.warn(
-                f"the plan's {self.plan.rounds} rounds are done, so that nothing more is trained: one loop over "
-                "private.rounds, or one fit, trains all of them. More rounds need a plan of more."
-            )
 
     def _sum_sample(self, step: TrainingStep) -> None:
         assert self._fit

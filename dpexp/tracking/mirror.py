@@ -1,7 +1,8 @@
 """The run in MLflow that mirrors a job's record (`dpexp.tracking` says what each of them is for).
 
 `Mirror.push` sends what the run does not have yet: from a thread while the job trains, and later by
-`python -m dpexp mirror FOLDER`.
+`python -m dpexp mirror FOLDER`. In this module, `facts` are those of the job's `run.json`, whose keys are a table in
+`dpexp.tracking.record.Record`.
 """
 
 import json

@@ -45,12 +45,25 @@ _OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning", "
 class Record:
     """The files in which a job says what it is, what it measured and how it ended.
 
-    - `run.json`: its name, tags, parameters and store, and the names of files that are closed.
+    - `run.json`: what a run that mirrors the job shows; its keys are below.
     - `metrics.jsonl`: in each line a step and its metrics. A step is the number of completed rounds; of metrics whose
       names begin with "tried", it is the number of an attempt of the calibration.
     - `status.json`: how it ended, and when.
 
     No time of a round is written: its duration depends on the size of its sample, which is private.
+
+    | Key of `run.json` | What it is |
+    |---|---|
+    | `name`, `start` | of the run; the time of its start in milliseconds |
+    | `tags`, `params` | texts by name, as MLflow shows them |
+    | `configuration` | each option's value by its key |
+    | `data` | of the training set, what `mlflow.entities.Dataset` takes |
+    | `files` | names of files in the folder that are closed |
+    | `store` | of the run, as `tracking` in the configuration |
+    | `delta`, `accountants` | at which δ, and by which accountants, ε is computed |
+    | `spends` | `data_id`, `budget` and whether the job `trains`; null: its data set is not named |
+    | `starts` | a random number for each start of the job, first to last |
+    | `model` | of a model that is saved, what `registered_model.send_model` takes |
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:

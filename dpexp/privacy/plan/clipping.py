@@ -9,7 +9,8 @@ These are the choices of a plan, made once before training. `dpexp.privacy.mecha
 Separate clipping is joint clipping with every α_j = 1. In both cases the privacy tuple is (S, σ̃).
 
 *Clip rules.* rule(x) is what a clip rule returns for the scaled norm x of a record; c is what its vectors are
-multiplied by. The default is rule(x) = min(1, S/x).
+multiplied by. The default is rule(x) = min(1, S/x). A training step may also give a record a weight in [0, 1], which
+multiplies c (`dpexp.privacy.mechanism`).
 
 - *Bound.* c is at most S/x, whatever the rule returns, and x as computed is never below the true norm
   (`dpexp.privacy.gradients.norms`).
