@@ -258,8 +258,8 @@ def restore_strategy(trainer: pl.Trainer) -> None:
 
 OTHERS = "only ddp, where every process has the whole model, adds up clipped sums; choose ddp"
 _SHARDED = (
-    "it shards weights, so that no process can compute a record's norm by itself; choose ddp (docs/fsdp.md has a "
-    "design for sharded training)"
+    "it shards weights, so that no process can compute a record's norm by itself; choose ddp, or train "
+    "few of its weights (docs/machines.md)"
 )
 REASONS = {"FSDPStrategy": _SHARDED, "ModelParallelStrategy": _SHARDED, "DeepSpeedStrategy": _SHARDED}
 

@@ -86,21 +86,6 @@ def test_choosing_says_what_an_epsilon_allows():
         assert printed == [f"{plan.noise_multiplier:.1f}", f"{advantage / 100:.2f}", f"{found / 10:.1f}"], epsilon
 
 
-def test_good_settings_are_those_that_ran():
-    """Its rows of batch, rounds, S, learning rate and accuracy at ε."""
-    settings = r"\| (\d+), (\d+) \| ([\d.]+), ([\d.]+) \| ([\d.]+) % at ([\d.]+) \|"
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ " + settings, CHOOSING, re.MULTILINE)
-    results = (DOCS / "results.md").read_text()
-    assert len(rows) == 6
-    for experiment, *numbers, accuracy, epsilon in rows:
-        cfg = composed([f"experiment={experiment}"])
-        chosen = [cfg.sampling.expected_batch_size, cfg.sampling.steps, cfg.clip_norm.value, cfg.optimizer.lr]
-        assert [float(number) for number in numbers] == chosen, experiment
-        ran = [line for line in results.splitlines() if f"`experiment={experiment} privacy.epsilon={epsilon}`" in line]
-        if ran or experiment != "mnist_cnn":  # of which results.md has a sentence
-            assert f"| {accuracy}" in ran[0], experiment
-
-
 def commands(page):
     """The arguments of each `python -m dpexp …` line."""
     for _, content in blocks(page, "sh"):
@@ -168,7 +153,7 @@ def test_a_page_shows_what_a_job_prints(job, dpexp_job, capsys):
     dpexp_job(*job.split(), "train=false", "tracking=none")
     printed = capsys.readouterr().out.splitlines()
     for page in PRINTED[job]:
-        shown = next(content for _, content in blocks(ROOT / page, "text", "") if content.startswith("Plan: "))
+        shown = next(content for _, content in blocks(ROOT / page, "text", "") if content.startswith(("Plan: ", "┏")))
         wrong = [line for line in shown.splitlines() if line not in printed and not line.startswith(OF_CHANCE)]
         assert wrong == [], page
 
@@ -347,7 +332,7 @@ def test_the_pages_of_options_and_commands_are_current(monkeypatch):
     assert len(keys) > 120 and not [key for key, meaning in keys if not meaning or meaning.endswith(": ")]
 
 
-RESULT = re.compile(r"^\| `([^`]+)` \| ([\d.]+) \| .* \| \d+ \| [\d.]+ \| [\w+ ]+ \|$", re.MULTILINE)
+RESULT = re.compile(r"^\| `([^`]+)` \| ([\d.]+) \| .* \| [\d.]+ \|$", re.MULTILINE)
 
 
 def test_every_result_has_a_command_and_costs_no_more_than_its_target(monkeypatch):
