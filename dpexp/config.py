@@ -92,7 +92,7 @@ class Accountant:
 class Trainer:
     accelerator: str = "cpu"
     precision: str = "32-true"
-    max_physical_batch_size: Any = 512
+    max_physical_batch_size: Any = MISSING
     compile: Any = "auto"
     memory: str = "usual"
     num_workers: int = 0
