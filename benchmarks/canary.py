@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparisons import job
 from report import head, read, row
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -74,15 +75,16 @@ def made_model(public: list[dict[str, str]], folder: Path) -> Any:
 
 def run(folder: Path, number: int, options: list[str]) -> float:
     """Trains and samples; the test perplexity."""
-    job = [
-        "experiment=finetune_lm", "fine_tuning=all", f"model.name={folder}/tiny", "data.path=train.jsonl",
-        "data.test_path=test.jsonl", f"data.length={LENGTH}", "sampling.epochs=null", "sampling.steps=200",
-        "optimizer.lr=0.003", "clip_norm.value=0.3", "trainer.max_physical_batch_size=64", "trainer.num_evaluations=0",
-        "tracking=none", "data.prompts=[]", f"hydra.run.dir=job{number}", *options,
-    ]  # fmt: skip
-    for arguments in (job, ["sample", f"job{number}", "prompt.csv", "count=1000", "batch=250"]):
-        subprocess.run([sys.executable, "-m", "dpexp", *arguments], cwd=folder, check=True, capture_output=True)
-    return json.loads((folder / f"job{number}" / "result.json").read_text())["metrics"]["test_perplexity"]
+    place = folder / f"job{number}"
+    found = job(
+        place, "experiment=finetune_lm", "fine_tuning=all", f"model.name={folder}/tiny",
+        f"data.path={folder}/train.jsonl", f"data.test_path={folder}/test.jsonl", f"data.length={LENGTH}",
+        "sampling.epochs=null", "sampling.steps=200", "optimizer.lr=0.003", "clip_norm.value=0.3",
+        "trainer.max_physical_batch_size=64", "data.prompts=[]", *options,
+    )  # fmt: skip
+    sampling = [sys.executable, "-m", "dpexp", "sample", place, "prompt.csv", "count=1000", "batch=250"]
+    subprocess.run(sampling, cwd=folder, check=True, capture_output=True)
+    return found["metrics"]["test_perplexity"]
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ python benchmarks/figure2.py        # writes docs/figure2.png and prints the fig
 """
 
 import math
-from pathlib import Path
 
 from matplotlib.figure import Figure
+from report import DOCS
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.composition import best_split
@@ -51,4 +51,4 @@ if __name__ == "__main__":
     axes.set_yticks([0.1, 1, 10, 100, 1000], labels=["0.1", "1", "10", "100", "1000"])
     axes.grid(alpha=0.3)
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)
-    figure.savefig(Path(__file__).parent.parent / "docs" / "figure2.png", dpi=110)
+    figure.savefig(DOCS / "figure2.png", dpi=110)

@@ -15,8 +15,8 @@ from unittest import mock
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from report import DOCS
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMANDS = {  # figure: its commands, of which the last draws it, with about how long they take on two cores
     "audit.png": ["dpexp audit"],  # a minute
     "released.png": [  # half a minute

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from report import Result, kept, paired, row
+from report import DOCS, Result, kept, row
 from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -245,8 +245,9 @@ def run(name: str, root: Path) -> list[Result]:
 def differences(results: list[Result], way: str, what: str) -> tuple[float, float, float]:
     """Mean, standard error and p-value of the paired differences from separate clipping of one group."""
     own, base = ([one[what] for one in results if one["way"] == each] for each in (way, SEPARATE))
-    mean, error, number = paired(own, base)
-    return mean, error, 2 * student.sf(abs(mean) / error, number - 1)
+    found = [a - b for a, b in zip(own, base, strict=True)]
+    mean, error = statistics.mean(found), statistics.stdev(found) / math.sqrt(len(found))
+    return mean, error, 2 * student.sf(abs(mean) / error, len(found) - 1)
 
 
 def shown(task: Task, results: list[Result]) -> str:
@@ -286,6 +287,6 @@ if __name__ == "__main__":
             found = {name: run(name, Path(data).resolve()) for name in names or TASKS}
             for name, results in found.items():
                 print(shown(TASKS[name], results))
-            draw(found, Path("docs/joint.png"))
+            draw(found, DOCS / "joint.png")
         case _:
             sys.exit(f"{__doc__}\nTASKs are {', '.join(TASKS)}.")

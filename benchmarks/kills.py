@@ -39,6 +39,7 @@ from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
 N, ROUNDS, CHECKPOINT_EVERY = 40, 30, 4
 LONGEST = 0.5  # seconds until a kill from outside
 TOO_LONG = 60  # seconds after which a process hangs
+AT_RANDOM = "at a random time"
 
 
 class Seen(Standardize):
@@ -116,6 +117,10 @@ class Point:
     latest: int = 8  # the call at which it may happen, from 1 on
     resumed: bool = False  # it only happens in resumed runs
 
+    @property
+    def title(self) -> str:
+        return f"{self.when} {self.name}"
+
     def arm(self, nth: int) -> None:
         """From now on the nth call is the process's last."""
         real, calls = getattr(self.owner, self.call), 0
@@ -179,6 +184,30 @@ def write_late() -> None:
 # Killing
 
 
+def forked(work: Callable[[], None]) -> int:
+    """The id of a new process that does the work."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(TOO_LONG)
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def was_killed(child: int, folder: Path) -> bool:
+    """Waits for the end of a process, which must be one by SIGKILL or without an error."""
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return True
+    if status:
+        raise RuntimeError(f"a process ended with status {status}, in {folder}.")
+    return False
+
+
 @dataclass
 class Run:
     folder: Path
@@ -189,104 +218,101 @@ class Run:
         return (self.folder / "last.ckpt").exists()
 
     def live(self, prepare: Callable[[], None], seconds: float | None) -> bool:
-        """Trains in a forked process; whether it was killed."""
-        child = os.fork()
-        if child == 0:
-            signal.alarm(TOO_LONG)
-            try:
-                prepare()
-                train(self.folder)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
+        """Trains in a forked process, which is killed after so many seconds if any; whether it was killed."""
+
+        def work() -> None:
+            prepare()
+            train(self.folder)
+
+        child = forked(work)
         if seconds is not None:
             time.sleep(seconds)
             os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-            self.kills += 1
-            return True
-        if status:
-            raise RuntimeError(f"a process ended with status {status}, in {self.folder}.")
-        return False
-
-    def counted(self) -> tuple[int, int]:
-        """Rounds in the ledger, and releases seen."""
-        seen = self.folder / "seen"
-        released = seen.stat().st_size if seen.exists() else 0
-        ledger = self.folder / "ledger.jsonl"
-        if not ledger.exists() or b"\n" not in ledger.read_bytes():  # killed before its header was written
-            return 0, released
-        return len(ledger_so_far(ledger)), released
+        killed = was_killed(child, self.folder)
+        self.kills += killed
+        return killed
 
 
 @dataclass
 class Findings:
     kills: Counter[str] = field(default_factory=Counter)
-    resumed: int = 0
     surplus: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     finished: int = 0
 
+    def compare(self, folder: Path, name: str, most: int, killed: bool) -> None:
+        """Compares the rounds in a run's ledger with the releases that its processes saw.
 
-def kill(times: int, folder: Path, prepare: Callable[[], None] = lambda: None, seed: int = 0) -> Findings:
-    chance, found, run = random.Random(seed), Findings(), Run(folder / "0")
+        Args:
+            name: of how it was killed, or was to be.
+            most: so many rounds more are allowed.
+        """
+        released = max((path.stat().st_size for path in folder.glob("seen*")), default=0)
+        ledger, rounds, error = folder / "ledger.jsonl", 0, ""
+        if ledger.exists() and b"\n" in ledger.read_bytes():  # else it was killed before the header was written
+            try:
+                rounds = len(ledger_so_far(ledger))
+            except ConfigError as refused:
+                rounds, error = -1, str(refused)
+        if error or not released <= rounds <= released + most:
+            self.wrong.append(f"killed {name}: {error or f'{released} releases, {rounds} rounds'}")
+        if killed:
+            self.kills[name] += 1
+            self.surplus[rounds - released] += 1
+        else:
+            self.finished += 1
+
+    def show(self, said: str) -> None:
+        for name, count in sorted(self.kills.items()):
+            print(f"{count:5} {name}")
+        print(f"{self.kills.total():5} kills, {said}; {self.finished} runs finished")
+        for surplus, count in sorted(self.surplus.items()):
+            print(f"{count:5} ledgers with {surplus:+d} rounds beside the releases seen")
+        for failure in self.wrong:
+            print(f"FAILED {failure}")
+        print(f"{len(self.wrong)} failed")
+
+
+def kill(times: int, prepare: Callable[[], None], folder: Path) -> Findings:
+    """Kills runs so many times, and prints what it finds."""
+    chance, found, run = random.Random(0), Findings(), Run(folder / "0")
     points: list[Point | None] = []
-    runs = 1
+    runs, resumed_kills = 1, 0
     run.folder.mkdir()
     while found.kills.total() < times:
         if not points:
             points = [*POINTS, *[None] * (len(POINTS) // 2)]
             chance.shuffle(points)
         point = points.pop()
-        if point is not None and point.resumed and not run.resumable:
-            point = None
-        nth = chance.randint(1, point.latest) if point else 0
         resumed = run.resumable
+        if point is not None and point.resumed and not resumed:
+            point = None
 
-        def armed(point: Point | None = point, nth: int = nth) -> None:
+        def armed(point: Point | None = point, nth: int = chance.randint(1, point.latest) if point else 0) -> None:
             prepare()
             if point is not None:
                 point.arm(nth)
 
         killed = run.live(armed, None if point else chance.uniform(0, LONGEST))
-        name = f"{point.when} {point.name}" if point else "at a random time"
-        try:
-            rounds, released = run.counted()
-        except ConfigError as error:
-            rounds, released = -1, 0
-            found.wrong.append(f"killed {name}: {error}")
-        if killed:
-            found.kills[name] += 1
-            found.resumed += resumed
-            found.surplus[rounds - released] += 1
-        if rounds >= 0 and not released <= rounds <= released + run.kills:
-            found.wrong.append(f"killed {name}: {released} releases, {rounds} rounds after {run.kills} kills")
-        found.finished += not killed
+        found.compare(run.folder, point.title if point else AT_RANDOM, run.kills, killed)
+        resumed_kills += killed and resumed
         if not killed or not run.resumable:
             run = Run(folder / str(runs))
             runs += 1
             run.folder.mkdir()
+    found.show(f"{resumed_kills} of them of resumed runs")
     return found
 
 
-def main(times: int, late: bool) -> bool:
+def main(kill: Callable[[int, Callable[[], None], Path], Findings], times: int) -> None:
+    """Kills as often as the command line says, or so many times, and exits with 1 if a ledger is wrong."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    quiet()
+    times = next((int(word) for word in sys.argv[1:] if word.isdigit()), times)
     with tempfile.TemporaryDirectory() as folder:
-        found = kill(times, Path(folder), write_late if late else lambda: None)
-    for name, count in sorted(found.kills.items()):
-        print(f"{count:5} {name}")
-    print(f"{found.kills.total():5} kills, {found.resumed} of them of resumed runs; {found.finished} runs finished")
-    for surplus, count in sorted(found.surplus.items()):
-        print(f"{count:5} ledgers with {surplus:+d} rounds beside the releases seen")
-    for failure in found.wrong:
-        print(f"FAILED {failure}")
-    print(f"{len(found.wrong)} ledgers failed")
-    return not found.wrong
+        found = kill(times, write_late if "late" in sys.argv else lambda: None, Path(folder))
+    sys.exit(bool(found.wrong))
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    quiet()
-    times = next((int(word) for word in sys.argv[1:] if word.isdigit()), 300)
-    sys.exit(not main(times, "late" in sys.argv))
+    main(kill, 300)

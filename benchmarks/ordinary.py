@@ -9,7 +9,6 @@ a step without privacy, *over plain* that of a private one divided by it, both i
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from quiet import quiet, trainer
-from report import Result, cells_of, head, parser, row, table, write
+from report import Result, answer, cells_of, head, parser, row, table, write
 from torch.utils.data import DataLoader
 
 import dpexp
@@ -127,12 +126,10 @@ def cells(one: Case, plain: Result, private: Result) -> tuple[str, ...]:
 
 def apart(name: str, steps: int) -> tuple[str, ...]:
     """The line of one module, which trains in a process of its own."""
-    command = [sys.executable, __file__, "--one", "--steps", str(steps), name]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines()[-1][:200]
-        return name, CASES[name].source, "", "FAILED", "", "", said
-    return tuple(json.loads(ran.stdout.splitlines()[-1]))
+    found = answer([sys.executable, __file__, "--one", "--steps", str(steps), name])
+    if "error" in found:
+        return name, CASES[name].source, "", "FAILED", "", "", found["error"][:200]
+    return tuple(found["cells"])
 
 
 def summary(lines: list[str]) -> str:
@@ -160,7 +157,7 @@ def main() -> None:
     if given.one:
         quiet()
         one = CASES[given.names[0]]
-        print(json.dumps(cells(one, plainly(one, given.steps), privately(one, given.steps))))
+        print(json.dumps({"cells": cells(one, plainly(one, given.steps), privately(one, given.steps))}))
         return
     print(head("module", "structure of", "changed", "mode", "plain, ms", "over plain", "reason"))
     lines = []

@@ -10,31 +10,29 @@ release. Afterwards the ledger must hold at least as many rounds as any process 
 all others must have stopped within seconds.
 """
 
-import logging
 import os
 import random
 import signal
 import socket
 import statistics
-import sys
-import tempfile
 import time
-import traceback
-import warnings
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from kills import Point, write_late
+from kills import AT_RANDOM, Findings, Point, around, forked, main, was_killed
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
 from dpexp import Poisson, Target, make_plan
-from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
+from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy import round
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.round import RoundEngine
@@ -55,50 +53,69 @@ class Witness(pl.Callback):
         os.write(self._seen, b".")
 
 
+CALLS = (
+    (RoundEngine, "begin"), (RoundEngine, "add_chunk"), (RoundEngine, "release"), (SharedLedger, "commit"),
+    (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "reduce_to_main"), (Processes, "broadcast"),
+    (round, "add_noise"),
+)  # fmt: skip
 POINTS = [
-    Point(f"{owner.__name__.rpartition('.')[2]}.{call}", owner, call, when, latest=12)
-    for owner, call in (
-        (RoundEngine, "begin"), (RoundEngine, "add_chunk"), (RoundEngine, "release"), (SharedLedger, "commit"),
-        (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "reduce_to_main"), (Processes, "broadcast"),
-        (round, "add_noise"),
-    )
-    for when in ("before", "after")
-]  # fmt: skip
+    point for owner, call in CALLS for point in around(f"{owner.__name__.rpartition('.')[2]}.{call}", owner, call, 12)
+]
 OF_THE_FIRST = {"LedgerWriter.commit", "round.add_noise"}
 
 
 def train(folder: Path, rank: int, count: int) -> None:
     torch.manual_seed(0)
     module = Classifier(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    plan = make_plan(
-        module, n=N, sampling=Poisson(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
-    )
+    sampling = Poisson(sampling_rate=0.2, steps=ROUNDS)
+    plan = make_plan(module, n=N, sampling=sampling, target=Target(noise_multiplier=1.0))
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
     data = DataLoader(TensorDataset(torch.randn(N, 2), torch.zeros(N, dtype=torch.long)))
-    pl.Trainer(
-        accelerator="cpu", strategy="ddp", devices=count, plugins=[TorchElasticEnvironment()], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=-1,
-        callbacks=[privacy, Witness(folder, rank)],
-    ).fit(module, data)  # fmt: skip
+    options = {"strategy": "ddp", "devices": count, "plugins": [TorchElasticEnvironment()]}
+    trainer(privacy, Witness(folder, rank), **options).fit(module, data)
 
 
-def fork(folder: Path, rank: int, count: int, port: int, prepare: Any) -> int:
-    child = os.fork()
-    if child:
-        return child
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-    try:
-        with (folder / f"said{rank}").open("w") as said:
+@dataclass(frozen=True)
+class Group:
+    """Processes that train as one, of which one is killed: at its nth call of a point, or from outside."""
+
+    folder: Path
+    count: int
+    port: int
+    victim: int
+    point: Point | None
+    nth: int
+
+    def member(self, rank: int, prepare: Callable[[], None]) -> None:
+        """What the process of a rank does."""
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.count, "MASTER_PORT": self.port}
+        os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        with (self.folder / f"said{rank}").open("w") as said:
             os.dup2(said.fileno(), 2), os.dup2(said.fileno(), 1)
-            prepare()
-            train(folder, rank, count)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+        prepare()
+        if self.point and rank == self.victim:
+            self.point.arm(self.nth)
+        train(self.folder, rank, self.count)
+
+    def kill_at(self, seconds: float, child: int) -> None:
+        """From outside, so long after all have connected."""
+        until = time.monotonic() + TOO_LONG
+        while len([*self.folder.glob("connected*")]) < self.count and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+
+
+def still_there(children: list[int]) -> list[int]:
+    """Those that have not ended within TOO_LONG seconds, and are killed."""
+    until = time.monotonic() + TOO_LONG
+    while children and time.monotonic() < until:
+        children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        time.sleep(0.01)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return children
 
 
 def free_port() -> int:
@@ -107,69 +124,29 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def kills(times: int, late: bool) -> bool:
-    chance, named, surplus, seconds, failures = random.Random(0), Counter[str](), Counter[int](), [], []
-    finished = 0
-    with tempfile.TemporaryDirectory() as whole:
-        while named.total() < times:
-            folder = Path(whole) / str(named.total() + finished)
-            folder.mkdir()
-            count = chance.choice((2, 3))
-            point = chance.choice([*POINTS, *[None] * (len(POINTS) // 2)])
-            victim = 0 if point and point.name in OF_THE_FIRST else chance.randrange(count)
-            nth = chance.randint(1, 12)
-
-            def prepare(rank: int, point: Point | None = point, victim: int = victim, nth: int = nth) -> None:
-                if late:
-                    write_late()
-                if point and rank == victim:
-                    point.arm(nth)
-
-            port = free_port()
-            children = [fork(folder, rank, count, port, lambda rank=rank: prepare(rank)) for rank in range(count)]
-            if point is None:
-                until = time.monotonic() + TOO_LONG
-                while len([*folder.glob("connected*")]) < count and time.monotonic() < until:
-                    time.sleep(0.01)
-                time.sleep(chance.uniform(0, LONGEST))
-                os.kill(children[victim], signal.SIGKILL)
-            _, status = os.waitpid(children[victim], 0)
-            died, others = time.monotonic(), [child for child in children if child != children[victim]]
-            while others and time.monotonic() - died < TOO_LONG:
-                others = [child for child in others if os.waitpid(child, os.WNOHANG) == (0, 0)]
-                time.sleep(0.01)
-            for child in others:
-                failures.append(f"a process was still there after {TOO_LONG:.0f} s, in {folder}")
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            if not os.WIFSIGNALED(status):
-                finished += 1
-                continue
+def kill(times: int, prepare: Callable[[], None], whole: Path) -> Findings:
+    chance, found, seconds = random.Random(0), Findings(), []
+    while found.kills.total() < times:
+        folder = whole / str(found.kills.total() + found.finished)
+        folder.mkdir()
+        count = chance.choice((2, 3))
+        point = chance.choice([*POINTS, *[None] * (len(POINTS) // 2)])
+        victim = 0 if point and point.name in OF_THE_FIRST else chance.randrange(count)
+        group = Group(folder, count, free_port(), victim, point, chance.randint(1, 12))
+        children = [forked(partial(group.member, rank, prepare)) for rank in range(count)]
+        if point is None:
+            group.kill_at(chance.uniform(0, LONGEST), children[victim])
+        killed = was_killed(children.pop(victim), folder)
+        died = time.monotonic()
+        for _ in still_there(children):
+            found.wrong.append(f"a process was still there after {TOO_LONG:.0f} s, in {folder}")
+        if killed:
             seconds.append(time.monotonic() - died)
-            name = f"{point.when} {point.name}" if point else "at a random time"
-            named[name] += 1
-            seen = [path.stat().st_size for path in folder.glob("seen*")]
-            ledger = folder / "ledger.jsonl"
-            rounds = len(ledger_so_far(ledger)) if ledger.exists() and b"\n" in ledger.read_bytes() else 0
-            more = rounds - max(seen, default=0)
-            surplus[more] += 1
-            if not 0 <= more <= 1:
-                failures.append(f"killed {name}: {max(seen, default=0)} releases, {rounds} rounds")
-    for name, number in sorted(named.items()):
-        print(f"{number:5} {name}")
-    print(f"{named.total():5} kills of one of two or three processes; {finished} runs finished before theirs")
-    for more, number in sorted(surplus.items()):
-        print(f"{number:5} ledgers with {more:+d} rounds beside the releases that any process saw")
+        found.compare(folder, point.title if point else AT_RANDOM, 1, killed)
+    found.show("each of one of two or three processes")
     print(f"the others had stopped after {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s (longest)")
-    for failure in failures:
-        print(f"FAILED {failure}")
-    print(f"{len(failures)} failed")
-    return not failures
+    return found
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    sys.exit(0 if kills(int(sys.argv[1]) if len(sys.argv) > 1 else 50, "late" in sys.argv) else 1)
+    main(kill, 50)

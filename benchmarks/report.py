@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,9 @@ def kept(path: Path, which: Result, find: Callable[[], Result]) -> Result:
     return result
 
 
-def paired(own: Iterable[float], other: Iterable[float]) -> tuple[float, float, int]:
-    """Mean, standard error and number of the differences of pairs."""
-    found = [a - b for a, b in zip(own, other, strict=True)]
-    return statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5, len(found)
+def answer(command: Iterable[str | Path], **environment: str) -> Result:
+    """What a process of its own prints as JSON on its last line; `error` is the last that it says if it fails."""
+    ran = subprocess.run([*command], env=os.environ | environment, capture_output=True, text=True)
+    if ran.returncode:
+        return {"error": (ran.stderr.strip() or f"exit status {ran.returncode}").splitlines()[-1]}
+    return json.loads(ran.stdout.splitlines()[-1])

@@ -10,10 +10,8 @@ CPU seconds a record of a round (the median of rounds), and peak memory.
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from report import head, parser, read, row
+from report import Result, answer, head, parser, read, row
 
 LIBRARIES = ("peft", "dpexp", "Opacus")
 LENGTH, BATCH, PHYSICAL, TESTED = 32, 256, 32, 1000
@@ -42,16 +40,14 @@ def main() -> None:
     print(head("library", "accuracy, %", "z; ε", "CPU ms a record", "MiB"))
     for name in LIBRARIES:
         command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-        print(row(name, *apart(command)), flush=True)
+        found = answer(command, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        print(row(name, *cells(found)), flush=True)
 
 
-def apart(command: list[str]) -> tuple[str, ...]:
-    """The cells of a library, which trains in a process of its own."""
-    one_core = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(command, env=one_core, capture_output=True, text=True)
-    if ran.returncode:
-        return ran.stderr.strip().splitlines()[-1][:150], "", "", ""
-    found = json.loads(ran.stdout.splitlines()[-1])
+def cells(found: Result) -> tuple[str, ...]:
+    """Of a library's row."""
+    if "error" in found:
+        return found["error"][:150], "", "", ""
     noise = f"{found['z']:.4f}; {found['epsilon']:.3f}" if "z" in found else "–"
     return f"{100 * found['accuracy']:.1f}", noise, f"{found['ms']:.1f}", f"{found['MiB']:.0f}"
 

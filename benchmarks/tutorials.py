@@ -4,7 +4,6 @@ python benchmarks/tutorials.py [NAME ...]           # fails if a cell does
 python benchmarks/tutorials.py --write [NAME ...]   # also keeps the outputs
 """
 
-import argparse
 import os
 import re
 import sys
@@ -14,8 +13,9 @@ from time import perf_counter
 
 import nbformat
 from nbclient import NotebookClient
+from report import DOCS, parser
 
-FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
+FOLDER = DOCS / "tutorials"
 PLAIN = {  # text without colours and progress bars, set by a first cell, since the kernel sets some otherwise
     "TERM": "dumb", "TTY_COMPATIBLE": "0", "NO_COLOR": "1", "FORCE_COLOR": "", "CLICOLOR_FORCE": "", "COLUMNS": "110",
     "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "LOGNAME": "ann",
@@ -81,10 +81,10 @@ def run(path: Path, write: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--write", action="store_true")
-    chosen = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("names", nargs="*", metavar="NAME")
+    options.add_argument("--write", action="store_true")
+    chosen = options.parse_args()
     os.environ.update(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name in chosen.names or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
         run(FOLDER / f"{name}.ipynb", chosen.write)

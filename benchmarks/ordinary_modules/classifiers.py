@@ -164,6 +164,12 @@ class ResNet18(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
+def cropped(x, side):
+    """A square of an image that has 8 pixels more."""
+    top, left = torch.randint(0, 9, (2,)).tolist()
+    return x[:, top : top + side, left : left + side]
+
+
 @case("ResNet, CIFAR10", "kuangliu/pytorch-cifar", GROUP_NORM)
 def _():
     class Cifar(pl.LightningModule):
@@ -191,8 +197,7 @@ def _():
             return [optimizer], [CosineAnnealingLR(optimizer, T_max=200)]
 
     def augment(x):
-        top, left = torch.randint(0, 9, (2,)).tolist()
-        x = F.pad(x, (4, 4, 4, 4))[:, top : top + 32, left : left + 32]
+        x = cropped(F.pad(x, (4, 4, 4, 4)), 32)
         return x.flip(-1) if torch.rand(()) < 0.5 else x
 
     return Cifar(), images(3, 32, lambda x, y: (augment(x), y)), {}
@@ -306,8 +311,7 @@ def _():
     def augment(x):
         if torch.rand(()) < 0.5:
             x = x.flip(-1)
-        top, left = torch.randint(0, 9, (2,)).tolist()
-        x = F.interpolate(x[None, :, top : top + 24, left : left + 24], size=32, mode="bilinear")[0]
+        x = F.interpolate(cropped(x, 24)[None], size=32, mode="bilinear")[0]
         if torch.rand(()) < 0.8:
             x = (x * (0.5 + torch.rand(3, 1, 1))).clamp(0, 1)
         if torch.rand(()) < 0.2:

@@ -79,15 +79,30 @@ def characters(length=T, record=lambda ids: (ids[:-1], ids[1:])):
     return Records(lambda i: record(ids[i]))
 
 
+def padded(sequences, value=0):
+    """[B, T] of sequences [t]."""
+    return pad_sequence(sequences, batch_first=True, padding_value=value)
+
+
+def masked(sequences):
+    """The padded sequences, and which of their words are no padding."""
+    return {"input_ids": padded(sequences), "attention_mask": padded([torch.ones_like(ids) for ids in sequences])}
+
+
+def columns(items):
+    """Sentences, and their labels."""
+    return [item["input_ids"] for item in items], torch.stack([item["labels"] for item in items])
+
+
 def pad(items):
-    ids = pad_sequence([item["input_ids"] for item in items], batch_first=True)
-    mask = pad_sequence([torch.ones_like(item["input_ids"]) for item in items], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack([item["labels"] for item in items])}
+    sentences, labels = columns(items)
+    return masked(sentences) | {"labels": labels}
 
 
 def pad_fixed(items):
-    ids = torch.stack([F.pad(item["input_ids"], (0, 24 - len(item["input_ids"]))) for item in items])
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.stack([i["labels"] for i in items])}
+    sentences, labels = columns(items)
+    ids = torch.stack([F.pad(sentence, (0, 24 - len(sentence))) for sentence in sentences])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
 
 
 def pad_fixed_causal(items):

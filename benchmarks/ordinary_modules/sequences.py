@@ -5,10 +5,9 @@ import math
 import pytorch_lightning as pl
 import torch
 from ordinary import N, case
-from records import WORDS, Base, Records, T, Text, characters, seeded
+from records import WORDS, Base, Records, T, Text, characters, columns, padded, seeded
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 
 @case("makemore, GRU cell", "karpathy/makemore")
@@ -185,9 +184,9 @@ def _():
 
 
 def pad_tagged(items):
-    ids = pad_sequence([item["input_ids"] for item in items], batch_first=True)
-    tags = pad_sequence([item["input_ids"] % 5 for item in items], batch_first=True)
-    return ids, tags, ids > 0
+    sentences, _ = columns(items)
+    ids = padded(sentences)
+    return ids, padded([sentence % 5 for sentence in sentences]), ids > 0
 
 
 @case("CRF tagger", "kmkurn/pytorch-crf")

@@ -4,10 +4,10 @@ import peft
 import torch
 import transformers
 from ordinary import case
-from records import WORDS, Base, Classifies, Records, Rows, SentencePairs, Text, Trained, gpt2, pad
+from records import WORDS, Base, Classifies, Records, Rows, SentencePairs, Text, Trained, gpt2, masked, pad
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 
 
 def cnn():
@@ -106,9 +106,7 @@ def _():
     # The first half of a batch is the chosen answers, the second the rejected ones.
     def pad_preferences(items):
         chosen, rejected, _ = zip(*items, strict=True)
-        ids = chosen + rejected
-        mask = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
-        return {"input_ids": pad_sequence(ids, batch_first=True), "attention_mask": mask}
+        return masked(chosen + rejected)
 
     model = transformers.GPT2ForSequenceClassification(config)
     return Reward(model), SentencePairs(), {"collate_fn": pad_preferences}

@@ -13,14 +13,15 @@ from records import (
     Trained,
     Tuned,
     bert,
+    masked,
     pad,
     pad_fixed,
     pad_fixed_causal,
+    padded,
     sizes,
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 
 @case("Llama, gradient checkpointing", "huggingface/trl sft")
@@ -63,7 +64,7 @@ def _():
     def pad_both(items):
         batch = pad(items)
         summaries = [item["input_ids"][: 4 + len(item["input_ids"]) // 3] for item in items]
-        batch["labels"] = pad_sequence(summaries, batch_first=True, padding_value=-100)
+        batch["labels"] = padded(summaries, -100)
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         return batch
 
@@ -105,11 +106,7 @@ def _():
 
     def pad_each(items):
         a, b, y = zip(*items, strict=True)
-        columns = []
-        for ids in (a, b):
-            mask = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
-            columns.append({"input_ids": pad_sequence(ids, batch_first=True), "attention_mask": mask})
-        return columns, torch.stack(y)
+        return [masked(a), masked(b)], torch.stack(y)
 
     return Cosine(), SentencePairs(), {"collate_fn": pad_each}
 
@@ -131,9 +128,8 @@ def _():
         return {"input_values": x[i, : 600 + 20 * (i % 11)], "labels": torch.arange(3 + i % 3) * (i + 1) % 18 + 1}
 
     def pad_speech(items):
-        labels = pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=-100)
-        values = pad_sequence([item["input_values"] for item in items], batch_first=True)
-        return {"input_values": values, "labels": labels}
+        values, labels = ([item[key] for item in items] for key in ("input_values", "labels"))
+        return {"input_values": padded(values), "labels": padded(labels, -100)}
 
     return Trained(model), Records(record), {"collate_fn": pad_speech}
 
