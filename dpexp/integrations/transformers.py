@@ -88,6 +88,7 @@ class PrivateTrainer(Trainer):
         ledger = Path(args.output_dir) / "ledger.jsonl"
         ledger.parent.mkdir(parents=True, exist_ok=True)
         self.private = private = self.private or _Rounds(self, ledger)
+        private.optimizer = self.optimizer
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint)
         loader = self.get_train_dataloader()

@@ -241,7 +241,7 @@ class Fit:
         """
         plan, processes, keys = self.plan, self.processes, self._keys
         if self._options.noise_seed is not None:
-            keys.make_known(self._options.noise_seed, self._lost + self._progress.rounds, processes.rank)
+            keys.make_known(self._options.noise_seed, len(self._ledger.ledger), processes.rank)
         processes.share(keys.sampling)
         processes.share(keys.dealing)
         if plan.before_training and not self._options.dry_run_only:

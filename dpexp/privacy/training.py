@@ -88,7 +88,17 @@ class PrivateTraining:
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes from what `state_dict` returned."""
+        """Resumes from what `state_dict` returned, in the next fit.
+
+        Raises:
+            ConfigError: rounds have begun and their loop has not ended. Its samples and noise go on from the rounds
+                that it has done, so that an accountant which counts on their order, as with partitions, would be wrong.
+        """
+        if self._fit is not None:
+            raise ConfigError(
+                "a state is loaded before rounds begin, and a loop of them has not ended; end it first, by break or by "
+                "close() of what private.rounds returned."
+            )
         progress = self.progress
         progress.rounds, progress.position = state_dict["completed"], state_dict.get("ledger")
         progress.preprocessed = state_dict["prepared"]
@@ -147,9 +157,11 @@ class PrivateTraining:
         self._fit.sum_sample(step)
 
     def _close(self) -> None:
+        fit, self._fit = self._fit, None
         self._until_closed.close()
-        if self._ledger is not None:
-            self._ledger.close()
-        if self._fit is not None:
-            self._fit.close()
-        self._fit = None
+        try:
+            if self._ledger is not None:
+                self._ledger.close()
+        finally:  # an interrupt within must not keep the keys of the noise
+            if fit is not None:
+                fit.close()
