@@ -1,5 +1,7 @@
 """Padding by a user's collate_fn, for one record and a longer copy of it."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -58,8 +60,7 @@ ROW = torch.tensor([3, 4, 5]), torch.tensor(1)
     ],
 )
 def test_a_record_is_padded_or_left_as_it_is(collate, item, expected):
-    copied = (item[0].copy() if isinstance(item[0], list | np.ndarray) else item[0].clone(), item[1])
-    found, _ = PaddedCollation(collate, (4, 8) if len(item[0]) != 1 else (2,))([copied])
+    found, _ = PaddedCollation(collate, (4, 8) if len(item[0]) != 1 else (2,))([copy.deepcopy(item)])
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64))
 
 

@@ -66,8 +66,8 @@ def test_more_classes_are_judged_by_their_balanced_accuracy(recalls, is_said, ca
 
 
 def test_recalls_of_averaged_weights_are_those_that_are_printed(capsys):
-    recalls = {f"{RECALL}0": 0.5, f"{RECALL}1": 1.0}
-    metrics = recalls | {"test_accuracy": 0.75, "test_majority_accuracy": 0.5, "test_balanced_accuracy": 0.75}
+    metrics = {f"{RECALL}0": 0.5, f"{RECALL}1": 1.0, "test_accuracy": 0.75, "test_majority_accuracy": 0.5,
+               "test_balanced_accuracy": 0.75}  # fmt: skip
     last = {f"{name}_unaveraged": 0.25 for name in metrics}
     print_tested(metrics | {"test_auc": 0.9} | last, ["no", "yes"])
     assert "; recall: no 50.0%, yes 100.0%\n" in capsys.readouterr().out
@@ -76,28 +76,20 @@ def test_recalls_of_averaged_weights_are_those_that_are_printed(capsys):
 
 
 def test_of_many_classes_the_lowest_recalls_are_printed_and_of_a_regression_r2(capsys):
-    metrics = {f"{RECALL}{k}": k / 10 for k in range(10)} | {
-        "test_majority_accuracy": 0.1,
-        "test_balanced_accuracy": 0.45,
-        "test_auc": 0.9,
-    }
-    print_tested(metrics | {"test_accuracy": 0.5}, None)
+    metrics = {f"{RECALL}{k}": k / 10 for k in range(10)} | {"test_accuracy": 0.5, "test_auc": 0.9}
+    print_tested(metrics | {"test_majority_accuracy": 0.1, "test_balanced_accuracy": 0.45}, None)
     assert "lowest recall: 0 0.0%, 1 10.0%, 2 20.0%, 3 30.0%, 4 40.0%\n" in capsys.readouterr().out
     print_tested({"test_r2": 0.25}, None)
     assert "Test R² 0.250; always the mean of its targets: 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("overrides, size", [
-    (["data.n=1437"], 359), (["data=mnist"], 512), (["data.n=300"], 75), (["data.n=3"], 1),
-    (["data.n=300", "sampling=shuffle"], 75), (["data.n=1200", "privacy_unit=microbatch", "privacy_unit.size=4"], 300),
-    (["data=mnist", "privacy_unit=user", "data.users=100"], 15_000),
+    ("data.n=1437", 359), ("data=mnist", 512), ("data.n=300", 75), ("data.n=3", 1), ("data.n=300 sampling=shuffle", 75),
+    ("data.n=1200 privacy_unit=microbatch privacy_unit.size=4", 300), ("sampling.sampling_rate=0.1", None),
+    ("data=mnist privacy_unit=user data.users=100", 15_000),
 ])  # fmt: skip
-def test_the_default_batch_is_a_quarter_of_the_units_and_at_most_512(overrides, size):
-    assert compose(*overrides).sampling.expected_batch_size == pytest.approx(size)
-
-
-def test_a_sampling_rate_leaves_no_default_batch():
-    assert compose("sampling.sampling_rate=0.1").sampling.expected_batch_size is None
+def test_the_default_batch_is_a_quarter_of_the_units_and_at_most_512_if_no_rate_is_given(overrides, size):
+    assert compose(*overrides.split()).sampling.expected_batch_size == (size if size is None else pytest.approx(size))
 
 
 def test_the_default_learning_rate_is_that_of_noisy_sgd():
@@ -112,20 +104,20 @@ def test_the_default_learning_rate_is_that_of_noisy_sgd():
         noisy_learning_rate({"_target_": "torch.optim.RMSprop"}, 1, 1.0)
 
 
-@pytest.mark.parametrize("groups", [["group=flat"], ["group=conv_fc", "mechanism=joint"], ["group=per_layer"]])
+@pytest.mark.parametrize("groups", ["group=flat", "group=conv_fc mechanism=joint", "group=per_layer"])
 def test_grouping_changes_the_gradient_norm_by_its_noise_alone(groups):
     """S* is the same total for each grouping; at the same z, more groups have more noise."""
-    made = plan(compose(*groups, "privacy.noise_multiplier=1e-6"))
+    made = plan(compose(*groups.split(), "privacy.noise_multiplier=1e-6"))
     assert made.gradient_norm == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("overrides, said", [
-    (["privacy_unit=user"], "data.users=200 synthetic users, to whom the records are assigned at random"),
-    (["data=images", "data.path=a", "data.n=300", "data.class_names=[a,b]"], "data.shape=[3, 8, 8], for a small model"),
-    (["data=images", "data.path=a", "data.n=30000", "data.class_names=[a,b]"], "data.shape=[3, 32, 32]"),
+    ("privacy_unit=user", "data.users=200 synthetic users, to whom the records are assigned at random"),
+    ("data=images data.path=a data.n=300 data.class_names=[a,b]", "data.shape=[3, 8, 8], for a small model"),
+    ("data=images data.path=a data.n=30000 data.class_names=[a,b]", "data.shape=[3, 32, 32]"),
 ])  # fmt: skip
 def test_what_data_have_by_default_is_said(overrides, said):
-    assert any(said in one for one in defaults(compose(*overrides), None, None))
+    assert any(said in one for one in defaults(compose(*overrides.split()), None, None))
 
 
 def test_a_jobs_optimizer_has_the_learning_rate_of_its_plan():
