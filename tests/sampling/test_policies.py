@@ -185,7 +185,7 @@ def test_a_resumed_shuffled_epoch_has_the_samples_that_its_events_say_and_the_ne
     "name, given, message",
     [
         ("fixed_size", {"sampling_rate": 0.123}, "expected_batch_size=12 is the nearest"),
-        ("truncated_poisson", {"sampling_rate": 0.1}, r"max_batch_size=None\) must be an integer"),
+        ("truncated_poisson", {"sampling_rate": 0.1, "max_batch_size": None}, r"size=None\) must be an integer"),
         ("truncated_poisson", {"sampling_rate": 0.1, "max_batch_size": 0}, "at least 1"),
         ("poisson", {"sampling_rate": True}, r"sampling_rate=True\) must lie in \(0, 1\]"),
         ("poisson", {"sampling_rate": 0.1, "expected_batch_size": 10}, "exactly one of sampling.sampling_rate or"),

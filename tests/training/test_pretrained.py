@@ -183,8 +183,8 @@ TELLING = {"private": "False", "data_id": "rows"}
 @pytest.mark.parametrize(
     "about, overrides",
     [
-        (TELLING, "data.id=others check=true"), (TELLING, "check=true"), (TELLING, "data.id=rows privacy.enabled=false"),
-        (TELLING | {"private": "True"}, "data.id=rows check=true"), ({"private": "False"}, "check=true"),
+        (TELLING, "check=true"), (TELLING, "data.id=others check=true"), ({"private": "False"}, "check=true"),
+        (TELLING, "data.id=rows privacy.enabled=false"), (TELLING | {"private": "True"}, "data.id=rows check=true"),
     ],
 )  # fmt: skip
 def test_weights_of_other_data_and_private_ones_are_taken(dpexp_job, tmp_path, about, overrides):
