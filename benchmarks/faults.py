@@ -520,7 +520,7 @@ FAULTS = [
           "rows", "data_parts -k divide"),
     fault("a row without a target is left out", "training/data/tables.py",
           "return PlacedRows(x, labels, usable=known, reason=_UNUSABLE)",
-          "return TensorDataset(x[known], labels[known])", "rows_in_place -k csv-example"),
+          "return TensorDataset(x[known], labels[known])", "tables -k without_a_target"),
     fault("a row without a target is used", "privacy/sampling/batches.py", "if self._usable[i]]", "]",
           "rows_in_place -k csv-example"),
     fault("a blank line of JSON is no row", "training/data/raw.py", "if named is not None or line.strip()]",

@@ -2,9 +2,9 @@
 
 import gzip
 import hashlib
-import io
+import shutil
 import struct
-import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,15 +64,13 @@ def test_mnist_is_scaled_by_constants(tmp_path, monkeypatch):
 
 
 def test_cifar10s_archive_is_checked_unpacked_and_read(tmp_path, monkeypatch):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
-            content = bytes([i]) + np.repeat([0, 51, 255], 1024).astype(np.uint8).tobytes()
-            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(packed.getvalue())
-    monkeypatch.setattr(Cifar10, "md5", hashlib.md5(packed.getvalue()).hexdigest())
+    folder = tmp_path / "made" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        image = np.repeat([0, 51, 255], 1024).astype(np.uint8).tobytes()
+        (folder / f"{name}.bin").write_bytes(bytes([i]) + image)
+    archive = shutil.make_archive(str(tmp_path / "cifar-10-binary"), "gztar", folder.parent, folder.name)
+    monkeypatch.setattr(Cifar10, "md5", hashlib.md5(Path(archive).read_bytes()).hexdigest())
     data = Cifar10(str(tmp_path))
     x, y = data.train.tensors
     assert x.shape == (5, 3, 32, 32) and y.tolist() == [0, 1, 2, 3, 4] and data.test.tensors[1].tolist() == [5]

@@ -1,6 +1,5 @@
 """data.part: the records of a part, by a public hash of each record's own id, and jobs on parts."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -10,11 +9,11 @@ import pytest
 from files import save
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import store_of
+from jobs import result_of, store_of
 from made import made_job
 from runs import ledger
 from sensitivity import moved_by
-from test_tables import COLUMNS, CSV, output_of, rows, table
+from test_tables import COLUMNS, CSV, rows, table
 
 from dpexp.accounting.ledger import Part, read_ledger
 from dpexp.commands.account import account
@@ -100,17 +99,8 @@ def test_a_row_more_moves_no_other_part(table, dpexp_job):
     assert 0.01 < moved_by(with_one_more, dpexp_job, 120, *job, own) <= 1.0001
 
 
-@pytest.fixture
-def job(table, dpexp_job):
-    def job(*arguments):
-        dpexp_job(*arguments)
-        return output_of(table)
-
-    return job
-
-
-def test_jobs_on_both_halves_cost_the_worse_one(table, job, capsys):
-    outputs = [job(*CSV, *QUICK, part, f"sampling.steps={k}") for part, k in ((FIRST, 3), (SECOND, 4))]
+def test_jobs_on_both_halves_cost_the_worse_one(table, dpexp_job, capsys):
+    outputs = [dpexp_job(*CSV, *QUICK, part, f"sampling.steps={k}") for part, k in ((FIRST, 3), (SECOND, 4))]
     ledgers = [read_ledger(output / "ledger.jsonl") for output in outputs]
     assert ledgers[0].part == Part("sha256 of 'name' in data.id='people'", 0, 0.5) and ledgers[1].part.low == 0.5
     assert all(round_.sampling.n == 120 for ledger in ledgers for round_ in ledger.rounds)  # half of 240
@@ -120,14 +110,14 @@ def test_jobs_on_both_halves_cost_the_worse_one(table, job, capsys):
     (alone,) = account([str(outputs[1])]).values()
     uri = f"sqlite:///{table}/outputs/mlflow.db"
     assert account(["data.id=people", f"uri={uri}"])["composed"] == alone == account([*map(str, outputs)])["pld"]
-    assert json.loads((outputs[1] / "result.json").read_text())["all_runs"].startswith("with 1 earlier run")
+    assert result_of(outputs[1])["all_runs"].startswith("with 1 earlier run")
     runs = store_of(table).search_runs(["1"])
     assert {run.data.params["data.part.low"] for run in runs} == {"0", "0.5"}
 
 
-def test_users_have_parts_by_their_own_column(table, job):
+def test_users_have_parts_by_their_own_column(table, dpexp_job):
     user = ("data.person=name", "privacy_unit=user", "privacy_unit.max_examples=3")
-    ledger = read_ledger(job(*CSV, *QUICK, *user, FIRST, *ALONE) / "ledger.jsonl")
+    ledger = read_ledger(dpexp_job(*CSV, *QUICK, *user, FIRST, *ALONE) / "ledger.jsonl")
     assert ledger.part.high == 0.5 and {round_.sampling.n for round_ in ledger.rounds} == {40}
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 from files import save, word_tokenizer, write_lines
+from jobs import result_of
 from peft import PeftModel
 from reference import engine_of, norm_of, relative_error, rows_of, sums_apart, sums_of
 from sensitivity import ONE_ROUND, moved_by
@@ -274,24 +275,14 @@ def test_samples_are_records_of_the_labels_asked_for(folder, dpexp_job, capsys):
     assert documents("samples.jsonl", prompt="{kind} c").train.usable.all(), "they may be trained on"
 
 
-def test_the_likeliest_words_are_what_predict_continues_with(folder, dpexp_job, capsys):
-    """Of prompts of several lengths, and as many at once as may be."""
-    job = str(dpexp_job(*JOB, "sampling.expected_batch_size=30", "optimizer.lr=0.05", "tracking=none"))
-    alone = predict([job, save(pd.DataFrame({"text": ["a", "c d e f", "b c", "k l m"]}), "some.csv")])
-    found = sample([job, "some.csv", "temperature=0.0001"])
-    assert {record["text"] for record in found} == {*(alone["text"] + alone["continuation"])}
-    said = "They cost no ε of their own: if the prompts are public, they and the model are (ε = 7.9"
-    assert said in capsys.readouterr().out and len(sample([job, "count=5"])) == 5
-
-
 @pytest.fixture(scope="module")
 def prompted_home(tmp_path_factory, jobs_in, tiny):
-    """A folder with a trained job on prompts of two fields, in the folder `job`."""
+    """A folder with a trained job on prompts of two fields, in the folder `job`; its frozen weights are in bfloat16."""
     home = tmp_path_factory.mktemp("prompted")
     fill(home, tiny)
     options = ("data.path=train.jsonl", "data.test_path=test.jsonl", "data.prompt='{kind} {who}'", "data.prompts=[]")
     with jobs_in(home) as run:
-        run(*JOB, *ALL_AT_ONCE, *options, "hydra.run.dir=job")
+        run(*JOB, *ALL_AT_ONCE, *options, "model.dtype=bfloat16", "hydra.run.dir=job")
     for name, content in (
         ("labels", "kind,who\na,c\nb,d\n"), ("shares", "kind,who,share\na,c,1\nb,d,-1\n"), ("some", "who\nc\nd\n"),
         ("half", "kind,who\na,c\n,d\n"), ("empty", "kind,who\n"),
@@ -378,17 +369,14 @@ def test_the_loss_is_that_of_the_texts_tokens(folder):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_another_block_moves_the_released_sum_by_at_most_2_s_and_a_record_less_by_at_most_s(folder, dpexp_job):
-    def with_documents(some):
-        (folder / "train.txt").write_text("\n\n".join([some, *texts(60)[1:]]))
+def test_another_block_moves_the_released_sum_by_at_most_2_s(folder, dpexp_job):
+    def with_document(text):
+        (folder / "train.txt").write_text("\n\n".join([text, *texts(60)[1:]]))
 
-    with_documents("a b c d e f g h i")  # of which a block has six words
+    with_document("a b c d e f g h i")  # of which a block has six words
     block = ("data.unit=block", "data.length=6", "privacy.adjacency=replace_one", "~sampling.expected_batch_size")
-    moved = moved_by(lambda: with_documents("o n m l k j g h i"), dpexp_job, 60, *JOB, *block)
+    moved = moved_by(lambda: with_document("o n m l k j g h i"), dpexp_job, 60, *JOB, *block)
     assert 0.01 * 0.1 < moved <= 2 * 0.1 * 1.0001
-    prompt = ("data.path=train.jsonl", "data.prompt=kind", "data.test_path=test.jsonl", "~sampling.expected_batch_size")
-    moved = moved_by(lambda: write("train.jsonl", texts(60)[1:]), dpexp_job, 60, *JOB, *prompt)
-    assert 0.01 * 0.1 < moved <= 0.1 * 1.0001
 
 
 def test_parts_of_documents_divide_their_users(folder):
@@ -411,15 +399,14 @@ def test_fields_labels_and_users_have_one_spelling(folder):
     assert train.usable.all() and train.user_of == [1, 1, 0]
 
 
-def test_frozen_weights_in_bfloat16_have_adapters_in_float32(folder, dpexp_job):
-    job = dpexp_job(*JOB, *ALL_AT_ONCE, "sampling=full_batch", "model.dtype=bfloat16")
-    model = dpexp.load(job)
+def test_frozen_weights_in_bfloat16_have_adapters_in_float32(prompted):
+    model = dpexp.load("job")
     kinds = {(".lora_" in name, parameter.dtype) for name, parameter in model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     base, tokens = AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.bfloat16), torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         before = base(tokens).logits
-        adapted = PeftModel.from_pretrained(base, job / "adapter").eval()(tokens).logits
+        adapted = PeftModel.from_pretrained(base, "job/adapter").eval()(tokens).logits
         assert torch.equal(adapted, model(tokens).logits) and not torch.equal(adapted, before)
 
 
@@ -457,7 +444,7 @@ def test_the_plan_says_how_long_test_texts_are_and_how_many_are_cut(folder, dpex
     assert expected in said
 
 
-PROMPTS = pd.DataFrame({"text": ["a b", "d e f"], "id": [7, 8]})
+PROMPTS = pd.DataFrame({"text": ["a b", "c d e f", "b c", "k l m"], "id": [*range(4)]})
 
 
 def perplexity(model, texts):
@@ -477,7 +464,7 @@ def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder,
         "tracking.uri=sqlite:///runs.db",
     )  # fmt: skip
     model, test = dpexp.load(job), documents().test
-    metrics = json.loads((job / "result.json").read_text())["metrics"]
+    metrics = result_of(job)["metrics"]
     assert metrics["test_perplexity"] == pytest.approx(perplexity(model, test), rel=1e-5)
     assert metrics["test_perplexity"] < 0.9 * perplexity(causal_lm("tiny"), test)
     counts = Counter(token for item in test for token in item["labels"][1:].tolist() if token != -100)
@@ -493,7 +480,11 @@ def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder,
         assert not torch.allclose(adapted, before, atol=1e-3)
     assert "ε" in (job / "adapter" / "README.md").read_text()
     found = predict([str(job), save(PROMPTS, "prompts.csv")])
-    assert list(found) == ["text", "id", "continuation"] and len(found) == 2
+    assert list(found) == ["text", "id", "continuation"] and len(found) == 4
+    likeliest = sample([str(job), "prompts.csv", "temperature=0.0001"])
+    assert {record["text"] for record in likeliest} == {*(found["text"] + found["continuation"])}
+    said = "They cost no ε of their own: if the prompts are public, they and the model are (ε = 99.9"
+    assert said in capsys.readouterr().out and len(sample([str(job), "count=5"])) == 5
     whole = model.generate(torch.tensor([[2, 3]]), max_length=LENGTH, do_sample=False, pad_token_id=0)
     assert found["continuation"][0].split() == [TOKENS[k] for k in whole[0, 2:].tolist() if k > 1]
     assert (job / "generated.txt").read_text().startswith("a b → ")
@@ -509,10 +500,10 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
         "data.n=60", "data.label=kind", "data.class_names=[cat,other]", f"data.length={LENGTH}", "tracking=none",
         "sampling.expected_batch_size=30", "sampling.epochs=2", "trainer.num_evaluations=0",
     )  # fmt: skip
-    assert "test_accuracy" in json.loads((job / "result.json").read_text())["metrics"]
+    assert "test_accuracy" in result_of(job)["metrics"]
     found = predict([str(job), save(PROMPTS, "prompts.csv")])
     assert {*found["prediction"]} <= {"cat", "other"}
-    assert [*(found["p_cat"] + found["p_other"])] == pytest.approx([1, 1])
+    assert [*(found["p_cat"] + found["p_other"])] == pytest.approx([1] * 4)
     base = AutoModelForSequenceClassification.from_pretrained("tiny", num_labels=2, pad_token_id=0)
     model, adapted = dpexp.load(job), PeftModel.from_pretrained(base, job / "adapter").eval()
     tokens = torch.tensor([[3, 4, 5]])

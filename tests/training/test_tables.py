@@ -3,10 +3,10 @@
 import bz2
 import csv
 import gzip
-import json
 import math
 import shlex
 import warnings
+from pathlib import Path
 
 import mlflow
 import numpy as np
@@ -18,6 +18,7 @@ import yaml
 from files import save
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import result_of
 from pyarrow import parquet
 from sensitivity import moved_by
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
@@ -25,7 +26,7 @@ from sklearn.metrics import f1_score, r2_score, roc_auc_score
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.saved_jobs import predict
 from dpexp.commands.table_schema import schema
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.training.classifier import _metrics_of_all
 from dpexp.training.data import Table
 from dpexp.training.data.raw import rows_of, text_of, texts_of
@@ -67,14 +68,6 @@ def columns(**changed):
 
 def of(columns=COLUMNS, path="train.csv", target="ill", person="row", test="test.csv"):
     return Table(path, columns, target, person, test)
-
-
-def output_of(folder):
-    return max((path.parent for path in folder.glob("outputs/*/*/result.json")), key=lambda path: path.name)
-
-
-def result_in(folder):
-    return json.loads((output_of(folder) / "result.json").read_text())
 
 
 def test_values_are_encoded_by_public_facts_alone(table):
@@ -126,21 +119,20 @@ def test_a_number_of_a_file_that_has_numbers_is_no_text():
 
 
 def test_dates_are_days_months_and_weekdays(table):
-    facts = {"day": {"kind": "date", "min": "2020-01-01", "max": "2021-01-01"}, "ill": COLUMNS["ill"]}
-    texts = ["2020-01-01", "2020-07-02 00:00:00", "2022-04-05T06:00+02:00", "31.12.2020", ""]
-    x = of(facts).encode(pd.DataFrame({"day": texts})).numpy()
+    facts = {"kind": "date", "min": "2020-01-01", "max": "2021-01-01"}
+    written, german = (of({"day": day, "ill": COLUMNS["ill"]}) for day in (facts, facts | {"format": "%d.%m.%Y"}))
     wednesday, thursday, tuesday = ([math.sin(k * math.tau / 7), math.cos(k * math.tau / 7)] for k in (2, 3, 1))
     expected = [
         [-1, 0, 0, 1, *wednesday], [0, 0, 0, -1, *thursday], [1, 0, 1, 0, *tuesday], [0, 1, *[0] * 4], [0, 1, *[0] * 4],
     ]  # fmt: skip
-    np.testing.assert_allclose(x, expected, atol=1e-6)
-    german = of(facts | {"day": facts["day"] | {"format": "%d.%m.%Y"}})
-    same = german.encode(pd.DataFrame({"day": ["01.01.2020", "2.7.2020", "5.4.2022", "2020-01-01", None]})).numpy()
-    np.testing.assert_allclose(same, expected, atol=1e-6)
     days = pd.DataFrame({"day": pd.to_datetime(["2020-01-01", "2020-07-02", "2022-04-05", None, None])})
-    days.to_parquet("days.parquet")
-    for inputs in (days, german.read_inputs(table / "days.parquet")):
-        np.testing.assert_allclose(german.encode(inputs).numpy(), expected, atol=1e-6)
+    for data, inputs in (
+        (written, {"day": ["2020-01-01", "2020-07-02 00:00:00", "2022-04-05T06:00+02:00", "31.12.2020", ""]}),
+        (german, {"day": ["01.01.2020", "2.7.2020", "5.4.2022", "2020-01-01", None]}),
+        (german, days),
+        (german, german.read_inputs(Path(save(days, "days.parquet")))),
+    ):
+        np.testing.assert_allclose(data.encode(pd.DataFrame(inputs)), expected, atol=1e-6)
 
 
 AS_WRITTEN = ["1", "007", "007.0", "1e5", "1.10", "1.00", "nan", "2.5", "1e+9999", "12345678901234567890", "-0", "tRUE"]
@@ -306,6 +298,14 @@ def test_a_file_is_cut_at_the_sign_that_its_header_has_outside_quotes(table, hea
         assert rows_of("data.path", "some.csv", named=named).to_numpy().tolist() == [["1"] * names]
 
 
+def test_rows_without_a_target_contribute_nothing(table):
+    train = of(path=save(rows(5).assign(ill=["yes", None, "maybe", "no", " yes"]), "some.csv")).train
+    assert train.usable.tolist() == [True, False, False, True, True]
+    assert train.tensors[1][train.usable].tolist() == [1, 0, 1]
+    with pytest.raises(RecordError, match="a row has no known target"):
+        train[1]
+
+
 def written(folder, columns):
     path = folder / "other.yaml"
     path.write_text(yaml.safe_dump({"rows": 9, "columns": columns}))
@@ -353,8 +353,8 @@ def test_test_rows_are_chosen_by_a_hash_so_that_a_row_moves_no_other(table):
 
 
 def test_a_table_trains_is_registered_and_predicts_raw_rows(table, dpexp_job):
-    dpexp_job(*CSV, "privacy.epsilon=8", "sampling.expected_batch_size=120", "sampling.steps=30", "optimizer.lr=4")
-    output, metrics = output_of(table), result_in(table)["metrics"]
+    job = (*CSV, "privacy.epsilon=8", "sampling.expected_batch_size=120", "sampling.steps=30", "optimizer.lr=4")
+    metrics = result_of(output := dpexp_job(*job))["metrics"]
     assert metrics["test_accuracy"] > 0.7 and metrics["test_auc"] > 0.8
     new = rows(7, seed=2).drop(columns="ill")
 
@@ -387,8 +387,7 @@ def test_a_job_with_rows_that_cannot_be_used_trains_without_them(table, dpexp_jo
     lines[3], lines[5], lines[7:9] = "", lines[5].rpartition(",")[0] + ",", [f"{line},more" for line in lines[7:9]]
     (table / "train.csv").write_text("\n".join(lines) + "\n")
     job = (*CSV, *QUICK, privacy, "sampling.sampling_rate=0.5", "sampling.steps=4", "tracking=none", "accountant=pld")
-    dpexp_job(*job)
-    result = result_in(table)
+    result = result_of(dpexp_job(*job))
     assert result["rounds"] == 4 and result["metrics"]["test_accuracy"] > 0.5
     said = "they contribute nothing: RecordError: data: a row has no known target"
     assert any(said in str(one.message) for one in recwarn) == (privacy == "sampling=fixed_size")
@@ -426,10 +425,10 @@ def test_rows_without_an_id_are_training_rows(table):
 
 
 def test_numbers_are_predicted_in_their_own_unit(table, dpexp_job):
-    dpexp_job(*CSV, *QUICK, "data.target=age", "sampling.steps=60", "optimizer.lr=0.1",
-              "privacy.enabled=false", "tracking=none")  # fmt: skip
-    assert result_in(table)["metrics"]["test_r2"] > 0.2
-    found = predict([str(output_of(table)), "test.csv"])
+    options = ("data.target=age", "sampling.steps=60", "optimizer.lr=0.1", "privacy.enabled=false", "tracking=none")
+    output = dpexp_job(*CSV, *QUICK, *options)
+    assert result_of(output)["metrics"]["test_r2"] > 0.2
+    found = predict([str(output), "test.csv"])
     assert np.corrcoef(found["prediction"], found["age"].astype(float))[0, 1] > 0.5 and found["prediction"].mean() > 20
 
 

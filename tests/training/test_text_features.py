@@ -1,12 +1,11 @@
 """Texts as embeddings by a public transformer: their values, records that cannot be used, sensitivity, a job."""
 
-import json
-
 import mlflow
 import pandas as pd
 import pytest
 import torch
 from files import save, word_tokenizer, write_lines
+from jobs import result_of
 from safetensors.torch import load_file
 from sensitivity import moved_by
 from tokenizers.processors import TemplateProcessing
@@ -133,7 +132,7 @@ def test_a_job_learns_and_predicts_from_raw_texts(folder, dpexp_job):
         "privacy.delta=1e-5", "optimizer.lr=2", "sampling.sampling_rate=0.2", "accountant=moments",
     )  # fmt: skip
     job = dpexp_job(*JOB, *options)
-    result = json.loads((job / "result.json").read_text())
+    result = result_of(job)
     assert result["class_names"] == ["early", "late"] and result["metrics"]["test_accuracy"] > 0.6
     assert evaluate([str(job)])["test_accuracy"] == pytest.approx(result["metrics"]["test_accuracy"])
     (folder / "train.jsonl").unlink()
