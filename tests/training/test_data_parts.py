@@ -68,7 +68,7 @@ def test_the_rule_is_public_and_stays():
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_the_parts_of_a_table_divide_its_training_rows_and_no_test_rows(table, suffix):
     some = rows(240).assign(name=lambda t: t.index // 3)
-    path, tested = f"some.{suffix}", {"column": "name", "fraction": 0.2}
+    path, tested, positions = f"some.{suffix}", {"column": "name", "fraction": 0.2}, []
     for frame in (some, some.assign(name=[None, *some["name"][1:]])):  # then a column of floats
         save(frame, path)
         whole, *halves = (
@@ -84,6 +84,9 @@ def test_the_parts_of_a_table_divide_its_training_rows_and_no_test_rows(table, s
         assert len(trained[1]) + len(trained[2]) == len(trained[0])
         users = [len(train.user_of.unique()) for train in trained]
         assert users[1] + users[2] == users[0]
+        chosen = whole._split("data.path", path, True), *(half._split("data.path", path, False) for half in halves)
+        positions.append([{*rows.index} - {0} for rows in chosen])
+    assert positions[0] == positions[1], "of all rows but that whose name is missing then"
 
 
 def test_a_row_more_moves_no_other_part(table, dpexp_job):
