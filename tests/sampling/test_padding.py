@@ -1,5 +1,7 @@
 """Padding by a user's collate_fn, for one record and a longer copy of it."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -38,28 +40,28 @@ def by_the_longest(items):
     return x / x.shape[1], y
 
 
-ROW = torch.tensor([3, 4, 5]), torch.tensor(1)
+ROW, RIGHT = torch.tensor([3, 4, 5]), padded(batch_first=True)
 
 
 @pytest.mark.parametrize(
-    ("collate", "item", "expected"),
+    ("collate", "x", "expected"),
     [
-        (padded(batch_first=True), ROW, [[3, 4, 5, 0]]),
+        (RIGHT, ROW, [[3, 4, 5, 0]]),
         (padded("left", batch_first=True), ROW, [[0, 3, 4, 5]]),
         (padded(), ROW, [[3], [4], [5], [0]]),
-        (padded(batch_first=True), (np.array([3, 4, 5]), np.array(1)), [[3, 4, 5, 0]]),
-        (padded(batch_first=True), ([3, 4, 5], 1), [[3, 4, 5, 0]]),
-        (padded(batch_first=True), (torch.arange(4), torch.tensor(1)), [[0, 1, 2, 3]]),  # has a length of the list
-        (padded(batch_first=True), (torch.arange(9), torch.tensor(1)), [[*range(9)]]),  # longer than all
-        (padded(), (torch.tensor([3]), torch.tensor(1)), [[3]]),  # which dimension has the records is not known
+        (RIGHT, np.array([3, 4, 5]), [[3, 4, 5, 0]]),
+        (RIGHT, [3, 4, 5], [[3, 4, 5, 0]]),
+        (RIGHT, torch.arange(4), [[0, 1, 2, 3]]),  # has a length of the list
+        (RIGHT, torch.arange(9), [[*range(9)]]),  # longer than all
+        (padded(), torch.tensor([3]), [[3]]),  # which dimension has the records is not known
         (sorting, ROW, [[3, 4, 5]]),  # would return the copy
         (shifting, ROW, [[4, 5, 6]]),  # a second call would give other values
         (by_the_longest, ROW, [[1, 4 / 3, 5 / 3]]),  # its values depend on the padding
     ],
 )
-def test_a_record_is_padded_or_left_as_it_is(collate, item, expected):
-    copied = (item[0].copy() if isinstance(item[0], list | np.ndarray) else item[0].clone(), item[1])
-    found, _ = PaddedCollation(collate, (4, 8) if len(item[0]) != 1 else (2,))([copied])
+def test_a_record_is_padded_or_left_as_it_is(collate, x, expected):
+    lengths = (4, 8) if len(x) != 1 else (2,)
+    found, _ = PaddedCollation(collate, lengths)([(copy.deepcopy(x), torch.tensor(1))])
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64))
 
 

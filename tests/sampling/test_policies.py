@@ -123,7 +123,7 @@ def test_samples_are_uniform_subsets_of_random_size_drawn_anew_each_round(policy
         assert chisquare(some.sum(0).double().numpy()).pvalue > 1e-3, "every record alike, also if some are cut off"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(n=st.integers(1, 400), batch=st.integers(1, 400), seed=st.integers(0, 9))
 def test_a_shuffled_epoch_has_every_record_exactly_once(n, batch, seed):
     """Of q·n in each sample but the last, which has the rest; the events say the sizes that are drawn."""
@@ -185,11 +185,7 @@ def test_a_resumed_shuffled_epoch_has_the_samples_that_its_events_say_and_the_ne
     "name, given, message",
     [
         ("fixed_size", {"sampling_rate": 0.123}, "expected_batch_size=12 is the nearest"),
-        (
-            "truncated_poisson",
-            {"sampling_rate": 0.1, "max_batch_size": None},
-            r"max_batch_size=None\) must be an integer",
-        ),
+        ("truncated_poisson", {"sampling_rate": 0.1, "max_batch_size": None}, r"size=None\) must be an integer"),
         ("truncated_poisson", {"sampling_rate": 0.1, "max_batch_size": 0}, "at least 1"),
         ("poisson", {"sampling_rate": True}, r"sampling_rate=True\) must lie in \(0, 1\]"),
         ("poisson", {"sampling_rate": 0.1, "expected_batch_size": 10}, "exactly one of sampling.sampling_rate or"),

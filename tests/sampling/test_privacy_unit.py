@@ -26,8 +26,7 @@ from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.sampling.privacy_unit import Example, Microbatch, User
 from dpexp.rows import PlacedRows
 
-SCALES = [*enumerate([1.0, 1e30, math.nan])]
-SCALED = pytest.mark.parametrize("seed, scale", SCALES)
+SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.nan])])
 
 
 class Model(pl.LightningModule):
@@ -170,9 +169,9 @@ def in_units(k):
 
 BY_ATTRIBUTE, WITHOUT_SOME = User(8, "user_of"), [7, 2, 2, -1, 9, 2, 2, 9, 5, 5, -1]
 LEFT = [  # of units some of whose examples cannot be used
-    (Example(), [[k] for k in (0, 2, 6, 7, 8, 9, 10)]),
-    (Microbatch(3), [[0, 2], [6, 7, 8], [9, 10]]),
-    (User(4, "user_of"), [[2, 6], [8, 9], [0], [7]]),
+    (unusable, Example(), [[k] for k in (0, 2, 6, 7, 8, 9, 10)]),
+    (unusable, User(4, "user_of"), [[2, 6], [8, 9], [0], [7]]),
+    (Unread, Microbatch(3), [[0, 2], [6, 7, 8], [9, 10]]),
 ]
 
 
@@ -182,10 +181,9 @@ LEFT = [  # of units some of whose examples cannot be used
         *((kind, Microbatch(k), in_units(k), USER_OF) for k, kind in ((1, Items), (3, TensorDataset), (4, Items))),
         *((kind, BY_ATTRIBUTE, MEMBERS, USER_OF) for kind in (TensorDataset, Items)),
         (of_users, User(8, None), MEMBERS, USER_OF),
-        *(pytest.param(kind, *left, WITHOUT_SOME, id=f"left_out-{kind.__name__}-{left[0]}")
-          for kind in (unusable, Unread) for left in LEFT),
+        *(pytest.param(*left, WITHOUT_SOME, id=f"left_out-{left[1]}") for left in LEFT),
     ],
-)  # fmt: skip
+)
 def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, record, units, user_of, tmp_path, quiet):
     """Of those that can be used."""
     x, y = rows(11)
@@ -199,14 +197,12 @@ def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, record, units
 @pytest.mark.parametrize("kind", [TensorDataset, of_users])
 def test_of_a_user_with_more_examples_a_random_part_is_used(kind):
     """Another one each round; those of a smaller one stay."""
-    x, y = torch.arange(11), torch.zeros(11)
-    dataset = a_data_set(kind, x, y)
-    units = User(2, None if kind is of_users else "user_of").units(dataset)
-    stream = KeyStream.known(0, "sampling", 0)
-    drawn = [[units.examples(dataset, units.draw(i, stream)) for i in range(4)] for _ in range(200)]
+    dataset = a_data_set(kind, torch.arange(11), torch.zeros(11))
+    units, stream = User(2, None if kind is of_users else "user_of").units(dataset), KeyStream.known(0, "sampling", 0)
     by_number = MEMBERS if kind is of_users else [MEMBERS[k] for k in (1, 3, 0, 2)]
-    for members, own in zip(by_number, zip(*drawn, strict=True), strict=True):
-        chosen = [tuple(int(example[0]) for example in one) for one in own]
+    for i, members in enumerate(by_number):
+        drawn = [units.examples(dataset, units.draw(i, stream)) for _ in range(200)]
+        chosen = [tuple(int(example[0]) for example in own) for own in drawn]
         counts = Counter(member for some in chosen for member in some)
         assert all(len({*some}) == 2 for some in chosen) and counts.keys() == {*members}
         assert len(members) > 2 or {*chosen} == {tuple(members)}
@@ -216,8 +212,8 @@ def test_of_a_user_with_more_examples_a_random_part_is_used(kind):
 @pytest.mark.parametrize(
     "record, last, seed, scale",
     [
-        *((BY_ATTRIBUTE, 4, seed, scale) for seed, scale in SCALES),
-        (Microbatch(1), 1, 0, 1.0), (Microbatch(3), 3, 2, math.inf),
+        (BY_ATTRIBUTE, 4, 1, 1e30), (BY_ATTRIBUTE, 4, 2, math.nan), (Microbatch(1), 1, 0, 1.0),
+        (Microbatch(3), 3, 2, math.inf),
     ],
 )  # fmt: skip
 def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_that(
@@ -234,8 +230,9 @@ def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_
 
     some = sums(x, y)
     assert norm_of(some, sums(x[:8], y[:8])) <= 1 + 1e-4
-    x[-1] = 5.0
-    assert record is BY_ATTRIBUTE or norm_of(some, sums(x, y)) <= 2 + 1e-4
+    if record is not BY_ATTRIBUTE:
+        x[-1] = 5.0
+        assert norm_of(some, sums(x, y)) <= 2 + 1e-4
 
 
 def choices_of(kind, **more):
@@ -250,35 +247,36 @@ def data_of_users():
 
 
 def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
-    x, y = rows(11)
-    _, plan = released(tmp_path, a_data_set(TensorDataset, x, y), User(8, "user_of"), users=4, precision="32-true")
+    dataset = a_data_set(TensorDataset, *rows(11))
+    _, plan = released(tmp_path, dataset, User(8, "user_of"), users=4, precision="32-true")
     header = read_lines(tmp_path / "0.jsonl")[0]
     assert header["record"] == {"kind": "user", "most": 8, "by": "user_of", "local": None}
     ledger = read_ledger(tmp_path / "0.jsonl")
     assert ledger.unit == "user" and plan.ledger() == ledger
-    _, plan = released(tmp_path, TensorDataset(x, y), Example(), precision="32-true")
-    assert "record" not in read_lines(tmp_path / "1.jsonl")[0]
-    with pytest.raises(ConfigError, match="different privacy units"):
-        concatenate([ledger, read_ledger(tmp_path / "1.jsonl")])
-    with pytest.raises(ConfigError, match="different privacy units"):
-        concatenate([Ledger("add_remove", {}, record=Microbatch(k).to_header()) for k in (4, 8)])
+    assert plan_of(Model(), n=11, q=0.5, steps=1, noise_multiplier=1.0).ledger().record is None
+    others = [
+        Ledger("add_remove", {}, record=record) for record in (None, *(Microbatch(k).to_header() for k in (4, 8)))
+    ]
+    for different in ([ledger, others[0]], others[1:]):
+        with pytest.raises(ConfigError, match="different privacy units"):
+            concatenate(different)
 
 
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"_target_": "dpexp.Microbatch"}, "dpexp.Microbatch cannot be made: .* 'size'"),
-        ({"_target_": "dpexp.Microbatch", "size": 0}, "privacy_unit.size=0 must be an integer"),
-        ({"_target_": "dpexp.Example", "size": 2}, "privacy_unit.size=2 is no option of dpexp.Example"),
-        ({"_target_": "dpexp.User", "max_examples": 0}, "privacy_unit.max_examples=0 must be an integer"),
+        ("{_target_: dpexp.Microbatch}", "dpexp.Microbatch cannot be made: .* 'size'"),
+        ("{_target_: dpexp.Microbatch, size: 0}", "privacy_unit.size=0 must be an integer"),
+        ("{_target_: dpexp.Example, size: 2}", "privacy_unit.size=2 is no option of dpexp.Example"),
+        ("{_target_: dpexp.User, max_examples: 0}", "privacy_unit.max_examples=0 must be an integer"),
         (
-            {"_target_": "dpexp.User", "local_training": {"lr": 1}},
+            "{_target_: dpexp.User, local_training: {lr: 1}}",
             "exactly one of privacy_unit.local_training.steps or privacy_unit.local_training.epochs",
         ),
-        ({"_target_": "dpexp.User", "local_training": {"steps": 1}}, "must give lr, and steps or epochs"),
-        ({"_target_": "dpexp.User", "local_training": {"lr": 1, "rate": 1}}, "'rate': 1} must give .* no other keys"),
-        ({"_target_": "dpexp.User", "local_training": 3}, "privacy_unit.local_training=3 must give lr"),
-        ({"_target_": "dpexp.User", "local_training": {"steps": 1, "lr": -1}}, "local_training.lr=-1 must be"),
+        ("{_target_: dpexp.User, local_training: {steps: 1}}", "must give lr, and steps or epochs"),
+        ("{_target_: dpexp.User, local_training: {lr: 1, rate: 1}}", "'rate': 1} must give .* no other keys"),
+        ("{_target_: dpexp.User, local_training: 3}", "privacy_unit.local_training=3 must give lr"),
+        ("{_target_: dpexp.User, local_training: {steps: 1, lr: -1}}", "local_training.lr=-1 must be"),
     ],
 )
 def test_what_a_record_cannot_be_is_said(given, said):

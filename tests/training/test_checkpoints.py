@@ -4,8 +4,8 @@ import errno
 import tracemalloc
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from plans import trainer as quiet_trainer
 from torch import nn
 
 from dpexp.training.callbacks import save
@@ -19,10 +19,7 @@ def trained():
     records = torch.randn(8, 1000), torch.randint(1000, (8,))
     data = TensorData(records, records)
     data.batch_size, module = 4, Classifier(nn.Linear(1000, 1000), lambda p: torch.optim.SGD(p, 0.1))
-    trainer = pl.Trainer(
-        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        accelerator="cpu", limit_val_batches=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
     trainer.fit(module, datamodule=data)
     return trainer, module
 

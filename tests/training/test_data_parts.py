@@ -1,16 +1,19 @@
 """data.part: the records of a part, by a public hash of each record's own id, and jobs on parts."""
 
-import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
+from files import save
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import store_of
-from safetensors.torch import load_file
-from test_tables import COLUMNS, CSV, output_of, rows, table
+from jobs import result_of, store_of
+from made import made_job
+from runs import ledger
+from sensitivity import moved_by
+from test_tables import COLUMNS, CSV, rows, table
 
 from dpexp.accounting.ledger import Part, read_ledger
 from dpexp.commands.account import account
@@ -20,10 +23,7 @@ from dpexp.training.data.raw import hash_of, in_part
 
 __all__ = ["table"]  # a fixture
 pytestmark = pytest.mark.usefixtures("bare")
-FIRST, SECOND = "data.part={column: name, low: 0, high: 0.5}", "data.part={column: name, low: 0.5, high: 1}"
-ONE_ROUND = ("data.id=people", "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "sampling=full_batch",
-             "sampling.steps=1", "sampling.epochs=null", "privacy.epsilon=null", "privacy.noise_multiplier=1e-6",
-             "privacy.delta=1e-5", "privacy.noise_seed=1", "clip_norm.total=0.1")  # fmt: skip
+FIRST, SECOND = "data.part={column:name,low:0,high:0.5}", "data.part={column:name,low:0.5,high:1}"
 QUICK = ("data.id=people", "privacy.noise_multiplier=1.0", "sampling.steps=3", "sampling.sampling_rate=0.3")
 ALONE = ("tracking=none", "accountant=moments")
 IDS = st.one_of(st.text(max_size=5), st.integers(), st.floats(), st.none(), st.sampled_from(["\ud800", "1.0", " 1"]))
@@ -47,6 +47,7 @@ SAME = [
     ("1", "1.0", 1, 1.0, " 1 ", np.int64(1)),
     ("", None, math.nan, pd.NA, " "),
     ("007", " 007"),
+    ("\u00dcbung", "U\u0308bung "),
     (1e16, "1" + "0" * 16),
 ]
 
@@ -67,51 +68,42 @@ def test_the_rule_is_public_and_stays():
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_the_parts_of_a_table_divide_its_training_rows_and_no_test_rows(table, suffix):
     some = rows(240).assign(name=lambda t: t.index // 3)
-    odd = some.assign(name=[None, *some["name"][1:]])  # a column of floats
-    for frame in (some, odd):
-        frame.to_csv("train.csv", index=False) if suffix == "csv" else frame.to_parquet("train.parquet")
-        found = []
-        for part in (None, {"column": "name", "low": 0, "high": 0.5}, {"column": "name", "low": 0.5, "high": 1}):
-            data = Table(f"train.{suffix}", COLUMNS, "ill", "name", None, {"column": "name", "fraction": 0.2}, part)
-            found.append((data.train, len(data.test), {*data._split("data.path", data._path, False)["name"].dropna()}))
-        (whole, *halves), tested, (names, *parts) = zip(*found, strict=True)
-        assert len({*tested}) == 1 and tested[0] > 20
+    path, tested, positions = f"some.{suffix}", {"column": "name", "fraction": 0.2}, []
+    for frame in (some, some.assign(name=[None, *some["name"][1:]])):  # then a column of floats
+        save(frame, path)
+        whole, *halves = (
+            Table(
+                path, COLUMNS, "ill", "name", None, tested, part and {"column": "name", "low": part[0], "high": part[1]}
+            )
+            for part in (None, (0, 0.5), (0.5, 1))
+        )
+        names, *parts = ({*data._split("data.path", path, False)["name"].dropna()} for data in (whole, *halves))
+        assert len(whole.test) == len(halves[0].test) == len(halves[1].test) > 20
         assert parts[0] | parts[1] == names and not parts[0] & parts[1] and all(20 < len(one) < 45 for one in parts)
-        assert sum(map(len, halves)) == len(whole)
-        assert sum(len({*one.user_of.tolist()}) for one in halves) == len({*whole.user_of.tolist()})
+        trained = [data.train for data in (whole, *halves)]
+        assert len(trained[1]) + len(trained[2]) == len(trained[0])
+        users = [len(train.user_of.unique()) for train in trained]
+        assert users[1] + users[2] == users[0]
+        chosen = whole._split("data.path", path, True), *(half._split("data.path", path, False) for half in halves)
+        positions.append([{*rows.index} - {0} for rows in chosen])
+    assert positions[0] == positions[1], "of all rows but that whose name is missing then"
 
 
-def weights(job, *more):
-    job(*CSV, *ONE_ROUND, *more, "data.n=120", *ALONE)
-    return load_file(sorted(job.folder.glob("outputs/*/*/weights.safetensors"))[-1])
+def test_a_row_more_moves_no_other_part(table, dpexp_job):
+    def with_one_more():
+        pd.concat([pd.DataFrame([{"age": 99, "colour": "red", "name": "new", "ill": "yes"}]), rows(240)]).to_csv(
+            "train.csv", index=False
+        )
+
+    own, other = (FIRST, SECOND) if hash_of("new") < 0.5 else (SECOND, FIRST)
+    job = (*CSV, "data.id=people", "data.n=120")
+    assert moved_by(with_one_more, dpexp_job, 120, *job, other) == 0
+    rows(240).to_csv("train.csv", index=False)
+    assert 0.01 < moved_by(with_one_more, dpexp_job, 120, *job, own) <= 1.0001
 
 
-@pytest.fixture
-def job(table, dpexp_job):
-    def job(*arguments):
-        dpexp_job(*arguments)
-        return output_of(table)
-
-    job.folder = table
-    return job
-
-
-def test_a_row_more_moves_one_part_alone_and_by_at_most_s(table, job):
-    some, more = rows(240), pd.DataFrame([{"age": 99, "colour": "red", "name": "new", "ill": "yes"}])
-    moved = []
-    for part in (FIRST, SECOND):
-        found = []
-        for frame in (some, pd.concat([more, some])):
-            frame.to_csv("train.csv", index=False)
-            found.append(weights(job, part))
-        squares = [float((found[0][name] - found[1][name]).double().square().sum()) for name in found[0]]
-        moved.append(math.sqrt(sum(squares)) * 120)
-    own, other = moved if hash_of("new") < 0.5 else moved[::-1]
-    assert other == 0 and 0.01 * 0.1 < own <= 0.1 * 1.0001
-
-
-def test_jobs_on_both_halves_cost_the_worse_one(table, job, capsys):
-    outputs = [job(*CSV, *QUICK, part, *more) for part, more in ((FIRST, ()), (SECOND, ("sampling.steps=4",)))]
+def test_jobs_on_both_halves_cost_the_worse_one(table, dpexp_job, capsys):
+    outputs = [dpexp_job(*CSV, *QUICK, part, f"sampling.steps={k}") for part, k in ((FIRST, 3), (SECOND, 4))]
     ledgers = [read_ledger(output / "ledger.jsonl") for output in outputs]
     assert ledgers[0].part == Part("sha256 of 'name' in data.id='people'", 0, 0.5) and ledgers[1].part.low == 0.5
     assert all(round_.sampling.n == 120 for ledger in ledgers for round_ in ledger.rounds)  # half of 240
@@ -121,47 +113,49 @@ def test_jobs_on_both_halves_cost_the_worse_one(table, job, capsys):
     (alone,) = account([str(outputs[1])]).values()
     uri = f"sqlite:///{table}/outputs/mlflow.db"
     assert account(["data.id=people", f"uri={uri}"])["composed"] == alone == account([*map(str, outputs)])["pld"]
-    assert json.loads((outputs[1] / "result.json").read_text())["all_runs"].startswith("with 1 earlier run")
+    assert result_of(outputs[1])["all_runs"].startswith("with 1 earlier run")
     runs = store_of(table).search_runs(["1"])
     assert {run.data.params["data.part.low"] for run in runs} == {"0", "0.5"}
 
 
-def test_users_have_parts_by_their_own_column(table, job):
+def test_users_have_parts_by_their_own_column(table, dpexp_job):
     user = ("data.person=name", "privacy_unit=user", "privacy_unit.max_examples=3")
-    ledger = read_ledger(job(*CSV, *QUICK, *user, FIRST, *ALONE) / "ledger.jsonl")
+    ledger = read_ledger(dpexp_job(*CSV, *QUICK, *user, FIRST, *ALONE) / "ledger.jsonl")
     assert ledger.part.high == 0.5 and {round_.sampling.n for round_ in ledger.rounds} == {40}
 
 
-def test_several_data_sets_are_said_to_add_up(table, job, capsys):
-    outputs = [job(*CSV, *QUICK, part, f"data.id={name}", *ALONE) for part, name in ((FIRST, "a"), (SECOND, "b"))]
-    capsys.readouterr()
-    both = account([*map(str, outputs)])["pld"]
+def test_several_data_sets_are_said_to_add_up(tmp_path, capsys):
+    jobs = []
+    for name, low in (("a", 0), ("b", 0.5)):
+        part = Part(f"sha256 of 'name' in data.id='{name}'", low, low + 0.5)
+        jobs.append(str(made_job(tmp_path / name, f"data.id={name}", ledger=replace(ledger(), part=part))))
+    both = account(jobs)["pld"]
     printed = " ".join(capsys.readouterr().out.split())
     assert "The data sets differ (a, b): ε adds up what a person loses who may be in all of them." in printed
-    assert "In sequence" in printed and both > 1.1 * account([str(outputs[0])])["pld"]
+    assert "In sequence" in printed and both > 1.1 * account(jobs[:1])["pld"]
 
 
 REFUSED = [
-    ([FIRST, "data.id=null"], "needs data.id, the name of the data set"),
-    (["data.part=0.5"], "data.part=0.5 must be {column: NAME, low: 0, high: 0.5}"),
-    (["data.part={column: [name], low: 0, high: 0.5}"], "must be {column: NAME, low: 0, high: 0.5}"),
-    (["data.part={column: name, low: 0}"], "must be {column: NAME, low: 0, high: 0.5}"),
-    (["data.part={column: name, low: 0.5, high: 0.5}"], "low=0.5 and high=0.5 must be numbers, 0 <= low < high <= 1"),
-    (["data.part={column: name, low: 0, high: x}"], "data.part: low=0 and high=x must be numbers"),
-    (["data.part={column: id, low: 0, high: 0.5}"], "train.csv has no column id, which data.part.column names"),
-    ([FIRST, "privacy.adjacency=replace_one"], "with replace_one, a record may change its part"),
-    ([FIRST, "sampling=fixed_size"], "needs adjacency=add_remove"),
-    ([FIRST, "privacy_unit=microbatch", "privacy_unit.size=2"], "needs privacy_unit=example"),
-    (["data.part={column: age, low: 0, high: 0.5}", "data.person=name", "privacy_unit=user"], "and its column, name"),
-    ([FIRST, "data.person=name", "privacy_unit=user", "privacy_unit.user_attribute=x"], "needs privacy_unit=example"),
-    ([FIRST, "data.module.part=null"], "is no option of dpexp.training.data.Table"),
-]  # fmt: skip
+    (f"{FIRST} data.id=null", "needs data.id, the name of the data set"),
+    ("data.part=0.5", "data.part=0.5 must be {column: NAME, low: 0, high: 0.5}"),
+    ("data.part={column:[name],low:0,high:0.5}", "must be {column: NAME, low: 0, high: 0.5}"),
+    ("data.part={column:name,low:0}", "must be {column: NAME, low: 0, high: 0.5}"),
+    ("data.part={column:name,low:0.5,high:0.5}", "low=0.5 and high=0.5 must be numbers, 0 <= low < high <= 1"),
+    ("data.part={column:name,low:0,high:x}", "data.part: low=0 and high=x must be numbers"),
+    ("data.part={column:id,low:0,high:0.5}", "train.csv has no column id, which data.part.column names"),
+    (f"{FIRST} privacy.adjacency=replace_one", "with replace_one, a record may change its part"),
+    (f"{FIRST} sampling=fixed_size", "needs adjacency=add_remove"),
+    (f"{FIRST} privacy_unit=microbatch privacy_unit.size=2", "needs privacy_unit=example"),
+    ("data.part={column:age,low:0,high:0.5} data.person=name privacy_unit=user", "and its column, name"),
+    (f"{FIRST} data.person=name privacy_unit=user privacy_unit.user_attribute=x", "needs privacy_unit=example"),
+    (f"{FIRST} data.module.part=null", "is no option of dpexp.training.data.Table"),
+]
 
 
-@pytest.mark.parametrize("overrides, said", REFUSED, ids=[said for _, said in REFUSED])
+@pytest.mark.parametrize("overrides, said", REFUSED)
 def test_a_part_that_is_no_function_of_the_privacy_unit_is_refused_in_one_sentence(table, dpexp_job, overrides, said):
     with pytest.raises((SystemExit, ConfigError)) as raised:
-        dpexp_job(*CSV, *QUICK, *overrides)
+        dpexp_job(*CSV, *QUICK, "tracking=none", *overrides.split())
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 

@@ -4,6 +4,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from jobs import result_of
+from plans import trainer as quiet_trainer
 from torch import nn
 
 from dpexp.training.callbacks import HeldOut
@@ -30,10 +31,7 @@ def overfitting(steps, **options):
     data.batch_size, path = options.pop("batch_size", 12), options.pop("path", None)
     module = Classifier(nn.Linear(40, 2), lambda p: torch.optim.Adam(p, 0.05), **options)
     held_out, seen = HeldOut(), Seen()
-    trainer = pl.Trainer(
-        max_epochs=-1, max_steps=steps, callbacks=[held_out, seen], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", limit_val_batches=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(held_out, seen, max_steps=steps, limit_val_batches=0)
     trainer.fit(module, datamodule=data, ckpt_path=path)
     return trainer, module, (x, y), held_out, seen.numbers
 

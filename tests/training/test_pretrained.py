@@ -1,6 +1,5 @@
 """Weights to begin from, and which parameters are trained."""
 
-import json
 import warnings
 from collections import OrderedDict
 
@@ -38,13 +37,20 @@ def trained(model):
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def test_what_each_way_of_tuning_trains():
-    assert len(trained(All()(body()))) == 6
-    assert trained(Head()(body())) == ["5.weight", "5.bias"]
-    assert trained(Head("3")(body())) == ["3.weight", "3.bias"]
-    assert trained(Modules([5, 1])(body())) == ["1.weight", "1.bias", "5.weight", "5.bias"]
+@pytest.mark.parametrize(
+    "tuning, expected",
+    [
+        (All(), "1.weight 1.bias 3.weight 3.bias 5.weight 5.bias"), (Head(), "5.weight 5.bias"),
+        (Head("3"), "3.weight 3.bias"), (Modules([5, 1]), "1.weight 1.bias 5.weight 5.bias"),
+        (Bias(), "1.bias 3.bias 5.weight 5.bias"),
+    ],
+)  # fmt: skip
+def test_what_each_way_of_tuning_trains(tuning, expected):
+    assert trained(tuning(body())) == expected.split()
+
+
+def test_a_named_module_is_trained_with_all_that_is_in_it():
     assert trained(Modules(["0"])(nn.Sequential(body(), nn.Linear(3, 2)))) == [f"0.{name}" for name in trained(body())]
-    assert trained(Bias()(body())) == ["1.bias", "3.bias", "5.weight", "5.bias"]
 
 
 def test_lora_trains_low_ranks_and_the_head_and_begins_where_the_model_was():
@@ -88,49 +94,39 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
     path, first = tmp_path / "weights.safetensors", body()
     save_weights(first, path, {"private": "True"})
     torch.manual_seed(1)
-    other = mlp([6], 7, [5, 4])
+    other, same = mlp([6], 7, [5, 4]), mlp([6], 3, [5, 4])
     its_head = other[5].weight.clone()
     with pytest.warns(UserWarning, match=r"has no 5\.weight, 5\.bias of this shape"):
         load_initial_weights(other, path, head_parameters(other))
-        assert read_metadata(path) == {"private": "True"}
     assert torch.equal(other[1].weight, first[1].weight) and torch.equal(other[3].bias, first[3].bias)
-    assert torch.equal(other[5].weight, its_head)
-    same = mlp([6], 3, [5, 4])
+    assert torch.equal(other[5].weight, its_head) and read_metadata(path) == {"private": "True"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_initial_weights(same, path, head_parameters(same))
-    assert all(torch.equal(a, b) for a, b in zip(same.parameters(), first.parameters(), strict=True))
-    save_file({**load_file(path), "odd": torch.zeros(1)}, tmp_path / "odd")
-    for file, wrong, words in (
-        ("weights.safetensors", mlp([6], 3, [9, 4]), r"is of another model: they differ in 1\.bias"),
-        ("odd", same, "they differ in odd"),
-        ("nowhere", same, "model.weights=.*nowhere cannot be read"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            load_initial_weights(wrong, tmp_path / file, ["5.weight", "5.bias"])
+    assert all(map(torch.equal, same.parameters(), first.parameters()))
+
+
+@pytest.mark.parametrize(
+    "file, hidden, said",
+    [
+        ("weights", 9, r"is of another model: they differ in 1\.bias"), ("odd", 5, "they differ in odd"),
+        ("nowhere", 5, "model.weights=.*nowhere cannot be read"),
+    ],
+)  # fmt: skip
+def test_weights_of_another_model_are_refused(tmp_path, file, hidden, said):
+    save_weights(body(), tmp_path / "weights", {})
+    save_file({**load_file(tmp_path / "weights"), "odd": torch.zeros(1)}, tmp_path / "odd")
+    with pytest.raises(ConfigError, match=said):
+        load_initial_weights(mlp([6], 3, [hidden, 4]), tmp_path / file, ["5.weight", "5.bias"])
 
 
 FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0", "privacy.noise_multiplier=1",
         "accountant=moments")  # fmt: skip
-PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
 NETWORK = "{_target_: dpexp.training.models.mlp, shape: [1, 8, 8], classes: 10}"
 BACKBONE = (
     "data.cache=cache",
     f"+data.features_of={{_target_: dpexp.training.data.Backbone, layer: '2', model: {NETWORK}}}",
 )  # fmt: skip
-
-
-def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
-    first = dpexp_job(*FAST, *PUBLIC) / "weights.safetensors"
-    capsys.readouterr()
-    with pytest.warns(UserWarning, match=r"has no 3\.weight, 3\.bias of this shape"):  # 5 classes, and 10
-        second = dpexp_job(*FAST, "fine_tuning=head", f"model.weights={first}")
-    given, found = load_file(first), load_file(second / "weights.safetensors")
-    assert torch.equal(found["1.weight"], given["1.weight"]) and torch.equal(found["1.bias"], given["1.bias"])
-    assert json.loads((second / "result.json").read_text())["groups"].keys() == {"all"}
-    assert "Trained: 1,290 of 9,610 weights: model.3.weight, model.3.bias" in capsys.readouterr().out
-    first.unlink()
-    assert torch.equal(dpexp.load(second)[1].weight, given["1.weight"])  # the first job's file is not needed
 
 
 def test_of_many_trained_parameters_each_kind_is_counted(capsys):
@@ -143,18 +139,16 @@ def test_of_many_trained_parameters_each_kind_is_counted(capsys):
     assert capsys.readouterr().out.strip() == said
 
 
-def public_weights(model, path):
+def public_weights(model, path, **about):
     """A file of weights as a job without privacy on other data keeps it."""
-    save_weights(model, path, {"private": "False"})
+    save_weights(model, path, {"private": "False"} | about)
     return path
 
 
 def test_named_modules_are_trained_around_frozen_public_ones_and_may_be_new(dpexp_job, tmp_path, capsys):
     """As in the slides: new first and last layers, for other images and classes, around frozen ones."""
-    job = ("model=cnn", *FAST[1:])
+    job = ("model=cnn", *FAST[1:], "data.id=rows")
     public = public_weights(cnn([3, 8, 8], 5), tmp_path / "public.safetensors")
-    with pytest.raises(SystemExit, match=r"they differ in 0\.weight, and only 9\.weight, 9\.bias may differ"):
-        dpexp_job(*job, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[9]")
     with pytest.warns(UserWarning, match=r"has no 0\.weight, 9\.weight, 9\.bias of this shape"):
         private = dpexp_job(*job, f"model.weights={public}", "fine_tuning=modules", "fine_tuning.names=[0,9]")
     said = "Trained: 490 of 9,258 weights: model.0.weight, model.0.bias, model.9.weight, model.9.bias"
@@ -162,35 +156,57 @@ def test_named_modules_are_trained_around_frozen_public_ones_and_may_be_new(dpex
     given, found = load_file(public), load_file(private / "weights.safetensors")
     kept = {name for name in given if given[name].shape == found[name].shape and torch.equal(given[name], found[name])}
     assert kept == {"3.weight", "3.bias", "7.weight", "7.bias"}
+    about = read_metadata(private / "weights.safetensors")
+    assert (about["private"], about["data_id"]) == ("True", "rows")
+    public.unlink()  # which is not needed any more
     assert dpexp.load(private)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-def test_a_head_that_is_not_trained_may_differ_and_nothing_else(dpexp_job, tmp_path):
-    public = public_weights(mlp([1, 8, 8], 5, [7]), tmp_path / "public.safetensors")
-    with pytest.raises(SystemExit, match=r"they differ in 1\.bias, 1\.weight, and only 3\.weight, 3\.bias may differ"):
-        dpexp_job(*FAST, "fine_tuning=lora", "fine_tuning.head=false", f"model.weights={public}")
+@pytest.mark.parametrize(
+    "tuning, hidden, said",
+    [
+        (
+            "fine_tuning=modules fine_tuning.names=[3]",
+            128,
+            r"they differ in 1\.weight, and only 3\.weight, 3\.bias may",
+        ),
+        (
+            "fine_tuning=lora fine_tuning.head=false",
+            7,
+            r"they differ in 1\.bias, 1\.weight, and only 3\.weight, 3\.bias",
+        ),
+    ],
+)
+def test_of_public_weights_only_what_is_trained_and_the_head_may_differ(dpexp_job, tmp_path, tuning, hidden, said):
+    shape = [1, 8, 8] if hidden == 7 else [3, 8, 8]
+    public = public_weights(mlp(shape, 5, [hidden]), tmp_path / "public.safetensors")
+    with pytest.raises(SystemExit, match=said):
+        dpexp_job(*FAST, *tuning.split(), f"model.weights={public}")
 
 
-def test_a_model_that_was_tuned_by_lora_is_found_again(dpexp_job):
-    output = dpexp_job(*FAST, "fine_tuning=lora", "fine_tuning.rank=2")
-    assert dpexp.load(output)(torch.randn(3, 1, 8, 8)).shape == (3, 10)
-    assert load_file(output / "weights.safetensors")["1.lora_B.default.weight"].abs().sum() > 0  # was trained
+TELLING = {"private": "False", "data_id": "rows"}
 
 
-def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_job):
-    named, other, nameless = ("data.id=rows",), ("data.id=others",), ()
-    telling = dpexp_job(*FAST, *named, "privacy.enabled=false") / "weights.safetensors"
+@pytest.mark.parametrize(
+    "about, overrides",
+    [
+        (TELLING, "check=true"), (TELLING, "data.id=others check=true"), ({"private": "False"}, "check=true"),
+        (TELLING, "data.id=rows privacy.enabled=false"), (TELLING | {"private": "True"}, "data.id=rows check=true"),
+    ],
+)  # fmt: skip
+def test_weights_of_other_data_and_private_ones_are_taken(dpexp_job, tmp_path, about, overrides):
+    path = public_weights(mlp([1, 8, 8], 10), tmp_path / "given.safetensors", **about)
+    dpexp_job(*FAST, *overrides.split(), f"model.weights={path}")
+
+
+def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_job, tmp_path):
+    path = public_weights(mlp([1, 8, 8], 10), tmp_path / "given.safetensors", **TELLING)
     said = r"come from a training without privacy on the records of data\.id=rows; use"
     with pytest.raises(SystemExit, match=f"model.weights=.*{said}"):
-        dpexp_job(*FAST, *named, f"model.weights={telling}")
-    features = ("model=logistic", *FAST[1:], *BACKBONE, f"+data.features_of.weights={telling}", "data.shape=[128]")
+        dpexp_job(*FAST, "data.id=rows", f"model.weights={path}")
+    features = (*BACKBONE, f"+data.features_of.weights={path}", "data.shape=[128]", "data.id=rows")
     with pytest.raises(SystemExit, match=f"data.features_of.weights=.*{said}"):
-        dpexp_job(*features, *named)
-    for allowed in ((*other, "check=true"), (*nameless, "check=true"), (*named, "privacy.enabled=false")):
-        dpexp_job(*FAST, *allowed, f"model.weights={telling}")
-    for ids, about in ((named, {"private": "True", "data_id": "rows"}), (nameless, {"private": "False"})):
-        save_file(load_file(telling), given := telling.with_name("given.safetensors"), about)
-        dpexp_job(*FAST, *ids, "check=true", f"model.weights={given}")
+        dpexp_job("model=logistic", *FAST[1:], *features)
 
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):
