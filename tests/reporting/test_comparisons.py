@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from pandas import DataFrame
 from scipy import stats
 
 from dpexp.reporting.comparisons import (
@@ -20,7 +19,7 @@ from dpexp.reporting.comparisons import (
     trained,
 )
 from dpexp.reporting.sweep_figures import swept_numbers
-from tests.trials import TWIN, trials
+from tests.trials import TWIN, trials, trials_by_column
 
 
 def scored(accuracies, **same):
@@ -55,9 +54,9 @@ def test_configurations_are_means_over_seeds_of_what_finished():
 
 
 def test_no_two_configurations_have_the_same_label():
+    keys = ("optimizer.lr", "sampling.epochs", "group", "privacy.epsilon")
     rows = itertools.product((0.1, 0.2), (1, 5), ("flat", "conv_fc"), (1.0, 3.0))
-    frame = trials(*({"optimizer.lr": lr, "sampling.epochs": t, "group": g, "privacy.epsilon": e}
-                     for lr, t, g, e in rows))  # fmt: skip
+    frame = trials(*(dict(zip(keys, row, strict=True)) for row in rows))
     points, by = configurations(finished(frame))
     assert by == ["group", "privacy.epsilon", "optimizer.lr", "sampling.epochs"], "group._target_ follows from group"
     assert points["label"].nunique() == len(points) == 16
@@ -134,10 +133,11 @@ def test_draws_of_private_selection_are_not_averaged():
 )
 def test_trials_that_cost_more_are_not_the_better_ones(same, costs):
     """The largest ε always won."""
-    rows = DataFrame(same).assign(test_accuracy=[0.5 + 0.1 * k for k in range(len(costs))]).to_dict("records")
-    said = described(best_of_trials(trials(*rows)))
+    scores = {"test_accuracy": [0.5 + 0.1 * k for k in range(len(costs))]}
+    said = described(best_of_trials(trials_by_column(same | scores)))
     assert said == [f"Test accuracy {50 + 10 * k}.00% at {cost} (1 run, no interval)" for k, cost in enumerate(costs)]
-    twice = trials(*(row | {"optimizer.lr": lr} for lr in (1, 2) for row in rows))
+    twice = {key: 2 * values for key, values in (same | scores).items()}
+    twice = trials_by_column(twice | {"optimizer.lr": [1] * len(costs) + [2] * len(costs)})
     assert [*best_of_trials(twice)] == costs and described(best_of_trials(twice))[0].startswith(f"Best at {costs[0]}: ")
     (one,) = described(best_of_trials(twice, apart=()))  # of private selection
     assert one.startswith("Best: ")
@@ -178,15 +178,13 @@ def test_a_table_has_what_was_varied_and_the_baseline():
 
 
 def test_a_table_shows_what_was_measured_or_solved_and_claims_nothing_that_is_not_private():
-    def shown(*rows):
-        return summary(trials(*rows, test_accuracy=math.nan)).to_dict("list")
+    def shown(**columns):
+        return summary(trials_by_column(columns, test_accuracy=math.nan)).to_dict("list")
 
-    planned = shown(*({"privacy.epsilon": e, "epsilon": math.nan, "epsilon_planned": e} for e in (1, 2)))
+    planned = shown(**{"privacy.epsilon": [1, 2], "epsilon": math.nan, "epsilon_planned": [1, 2]})
     columns = {"privacy.epsilon": ["1", "2"], "ε": ["1", "2"], "noise_multiplier": ["5", "2.5"], "runs": ["1", "1"]}
     assert planned == columns and [*planned] == [*columns]
-    losses = shown({"optimizer.lr": 1, "test_loss": 1.5}, {"optimizer.lr": 2, "test_loss": 2})
-    assert losses["test loss"] == ["1.5", "2"]
-    assert shown({"private": "no: diagnostics", "privacy.epsilon": 1})["ε"] == ["not private"]
-    assert summary(trials({"status": "FAILED"})).to_dict("list") == {"ε": [], "test accuracy": [], "runs": []}, (
-        "to read"
-    )
+    assert shown(**{"optimizer.lr": [1, 2]}, test_loss=[1.5, 2.0])["test loss"] == ["1.5", "2"]
+    assert shown(private=["no: diagnostics"], **{"privacy.epsilon": 1})["ε"] == ["not private"]
+    nothing = summary(trials({"status": "FAILED"}))
+    assert nothing.to_dict("list") == {"ε": [], "test accuracy": [], "runs": []}, "which a report can read"

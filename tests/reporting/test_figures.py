@@ -18,7 +18,7 @@ from dpexp.reporting.comparisons import WHY, best_of_trials
 from dpexp.reporting.run_figures import audit_figure, class_counts, epsilon_over_rounds, trade_off
 from dpexp.reporting.sweep_figures import ROUND, curves, figures_of
 from dpexp.reporting.terminal import print_audit
-from tests.trials import TWIN, trials
+from tests.trials import TWIN, trials, trials_by_column
 
 
 def grid_of(seeds=(0,), **values):
@@ -86,8 +86,8 @@ def test_the_best_without_privacy_is_a_horizontal_line():
 
 def test_the_interval_of_a_figure_is_the_terminals_and_no_accuracy_exceeds_one():
     """It was one standard deviation, of the same runs."""
-    frame = trials(*({"test_accuracy": a, "optimizer.lr": lr, "seed": str(k)}
-                     for lr in (1, 2, 4) for k, a in enumerate((0.9 + 0.01 * lr, 0.99))))  # fmt: skip
+    accuracies = [0.91, 0.99, 0.92, 0.99, 0.94, 0.99]
+    frame = trials_by_column({"optimizer.lr": [1, 1, 2, 2, 4, 4], "seed": [*"010101"], "test_accuracy": accuracies})
     (axes,) = curves(frame, "optimizer.lr", "test_accuracy").axes
     assert f"95 % interval ± {spreads(axes)[2]:.2%}" in str(best_of_trials(frame)[""])
     assert max(spreads(axes)) > 0.1 and axes.get_ylim()[1] == 1.02
@@ -111,16 +111,14 @@ def test_ticks_and_legends_are_short():
     near = trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "privacy.epsilon": [1.64412, 1.64562]}))
     found = legend(curves(near, "optimizer.lr", "test_accuracy"))
     assert sorted(found) == ["privacy.epsilon=1.64412", "privacy.epsilon=1.64562"]
-    many = trials(*({"optimizer.lr": 10**k, "privacy.epsilon": 1} for k in np.linspace(-2, 1, 30)))
-    assert ticks(curves(many, "optimizer.lr", "test_accuracy")) == [
-        "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5", "10",
-    ]  # fmt: skip
+    many = trials_by_column({"optimizer.lr": np.geomspace(0.01, 10, 30)})
+    assert " ".join(ticks(curves(many, "optimizer.lr", "test_accuracy"))) == "0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10"
 
 
 def test_every_value_that_is_drawn_was_needed_by_a_run():
     """Of a parameter with two values, needed.png used to show the mean."""
-    zs = {(1, 20): 2.9, (1, 100): 5.8, (4, 20): 1.1, (4, 100): 1.9}
-    frame = trials(*({"privacy.epsilon": e, "sampling.steps": t, "knob_value": z} for (e, t), z in zs.items()))
+    steps, knobs = [20, 100, 20, 100], [2.9, 5.8, 1.1, 1.9]
+    frame = trials_by_column({"privacy.epsilon": [1, 1, 4, 4], "sampling.steps": steps, "knob_value": knobs})
     figure = curves(frame, "privacy.epsilon", "knob_value")
     (axes,) = figure.axes
     needed = {"sampling.steps=20": [(1, 2.9), (4, 1.1)], "sampling.steps=100": [(1, 5.8), (4, 1.9)]}
@@ -130,13 +128,15 @@ def test_every_value_that_is_drawn_was_needed_by_a_run():
 
 def test_the_q_of_each_epsilon_is_drawn_and_why_it_falls():
     """A sweep that only plans, as needed_q, has one figure: of q, not of accuracy."""
-    qs = {1: 0.06, 2: 0.045, 8: 0.027}
-    frame = trials(*({"privacy.epsilon": e, "knob_value": q, "epsilon_planned": e} for e, q in qs.items()),
-                   knob="sampling_rate", epsilon=math.nan, test_accuracy=math.nan)  # fmt: skip
+    epsilons, qs = [1, 2, 8], [0.06, 0.045, 0.027]
+    planned = {"privacy.epsilon": epsilons, "epsilon_planned": epsilons, "knob_value": qs}
+    frame = trials_by_column(planned, knob="sampling_rate", epsilon=math.nan, test_accuracy=math.nan)
     drawn, omitted = figures_of(frame, NONE)
     assert {*drawn} == {"knob_by_privacy.epsilon.png"} and not omitted
     (axes,) = drawn["knob_by_privacy.epsilon.png"].axes
-    assert [*lines(axes).values()] == [[*qs.items()]] and axes.get_ylabel() == "sampling_rate needed"
+    assert [*lines(axes).values()] == [
+        [*zip(epsilons, qs, strict=True)]
+    ] and axes.get_ylabel() == "sampling_rate needed"
     assert axes.get_title() == WHY["sampling_rate"]
 
 
@@ -238,8 +238,8 @@ def audited():
 
 RUN = ledger(2.0, 0.05, 30)
 AT = 2.99849
-ONE = trials(*({"optimizer.lr": lr, "privacy.epsilon": 3, "epsilon": AT} for lr in (1, 2, 4)))
-SOME = trials(*({"sampling.steps": t, "epsilon": e} for t, e in ((1, 1.23456), (2, 2.0), (4, AT))))
+ONE = trials_by_column({"optimizer.lr": [1, 2, 4]}, epsilon=AT, **{"privacy.epsilon": 3})
+SOME = trials_by_column({"sampling.steps": [1, 2, 4], "epsilon": [1.23456, 2.0, AT]})
 FIGURES = {
     "lr": (lambda: curves(ONE, "optimizer.lr", "epsilon"), AT),
     "spent": (lambda: curves(SOME, "epsilon", "test_accuracy"), AT),
