@@ -198,7 +198,7 @@ def test_a_run_is_certified_by_its_folder_or_id_and_verified_by_ten_lines(job, m
     ],
 )
 def test_an_epsilon_that_differs_is_refuted(factor, said, certified):
-    run = ledger(policy="all", rounds=4)
+    run = ledger(z=2.0, rounds=4)
     changed = certified(run)
     changed["guarantee"]["epsilon"] = factor * epsilon(run, 1e-5)
     Path("ledger.certificate.json").write_text(json.dumps(changed))
