@@ -1,6 +1,7 @@
 """Configurations and plans in Python, outside of any job."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -46,9 +47,10 @@ def test_every_tutorial_is_kept_with_the_outputs_of_its_commands():
     tutorials = [*(CONF.parent / "docs" / "tutorials").glob("*.ipynb")]
     assert len(tutorials) == 7
     for path in tutorials:
-        for cell in json.loads(path.read_text())["cells"]:
-            outputs, text = cell.get("outputs", []), json.dumps(cell.get("outputs", []))
-            is_shown = cell["cell_type"] == "code" and ("!python -m dpexp" in "".join(cell["source"]))
-            assert outputs or not is_shown, (path.name, cell["source"])
-            assert not [word for word in ("u001b", "/tmp/", "/home/", "/root/", "/Users/") if word in text], path.name
-            assert all(output["output_type"] != "error" for output in outputs), path.name
+        cells = json.loads(path.read_text())["cells"]
+        shown = json.dumps([cell.get("outputs") for cell in cells])
+        assert not re.search('u001b|/tmp/|/home/|/root/|/Users/|"output_type": "error"', shown), path.name
+        commands = [
+            cell for cell in cells if cell["cell_type"] == "code" and "!python -m dpexp" in "".join(cell["source"])
+        ]
+        assert all(cell["outputs"] for cell in commands), path.name

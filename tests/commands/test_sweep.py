@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import dp_accounting
@@ -411,16 +412,6 @@ def test_a_grid_without_a_price_is_refused_before_it_starts(dpexp_job, store, tm
     assert not store.trials() and not ledgers_in(tmp_path)
 
 
-class Spread:
-    """Its numbers are in the middles of `count` equal parts of [0, 1), one after the other."""
-
-    def __init__(self, count):
-        self._numbers = iter((np.arange(count) + 0.5) / count)
-
-    def random(self):
-        return next(self._numbers)
-
-
 def chances(shape, gamma, k):
     """Of k trials, in a truncated negative binomial distribution; a logarithmic one if the shape is 0."""
     if shape == 0:
@@ -435,7 +426,8 @@ def test_the_number_of_trials_has_the_distribution_that_is_accounted(mean, shape
     k, count = np.arange(1, 3000), 400
     expected = chances(shape, brentq(lambda gamma: k @ chances(shape, gamma, k) - mean, 0.01, 0.99), k)
     assert expected.sum() == pytest.approx(1)
-    random = Spread(count)
+    numbers = iter((np.arange(count) + 0.5) / count)  # in the middles of equal parts of [0, 1)
+    random = SimpleNamespace(random=lambda: next(numbers))
     drawn = np.bincount([draw_repetitions(mean, shape, random) for _ in range(count)], minlength=len(k) + 1)
     assert drawn[0] == 0 and np.all(np.abs(drawn[1:] - count * expected) <= 1)
 
