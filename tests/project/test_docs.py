@@ -24,7 +24,7 @@ from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
 from dpexp.privacy import round as rounds_module
 from dpexp.privacy.private_metrics import metric_releases
-from tests.pages import DOCS, FENCED, NOT_JOBS, NOTEBOOKS, PAGES, ROOT, TEXTS, blocks, composed, name, text_of
+from tests.pages import DOCS, FENCED, NOT_JOBS, NOTEBOOKS, PAGES, ROOT, TEXTS, blocks, composed, name, prose, text_of
 
 CHOOSING = (DOCS / "choosing.md").read_text()
 
@@ -115,15 +115,16 @@ def commands(page):
 def test_commands_are_understood(page, written):
     written(page)
     for arguments in commands(page):
-        if arguments and arguments[0] in NOT_JOBS:
+        command = arguments[0] if arguments else ""
+        if command in NOT_JOBS:
             keys = [argument.partition("=")[0] for argument in arguments if "=" in argument]
-            assert all(f"{key}=" in COMMANDS[arguments[0]] for key in keys), arguments
+            assert all(f"{key}=" in COMMANDS[command] for key in keys), arguments
             continue
-        if arguments and arguments[0] == "audit":
+        if command == "audit":
             arguments = as_audit(arguments[1:])
-        if arguments and arguments[0] == "copy":
+        elif command == "copy":
             arguments = arguments[1:-1]
-        if arguments and arguments[0].endswith(".yaml"):  # which copy wrote
+        elif command.endswith(".yaml"):  # which copy wrote
             arguments = arguments[1:]
         check(arguments)
         overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
@@ -195,7 +196,7 @@ WORD = re.compile(rf"-{{1,2}}[\w-]+|[+~]?[\w./@]+=.+|[A-Z]+(\.yaml)?|…|{'|'.jo
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_code_spans_are_whole(page):
     """Each begins and ends in its paragraph or cell, not within a word; a command holds what a command can."""
-    for part in re.split(r"\n(?=\s*\n|\||[-*] |#)|(?<!\\)\|", FENCED.sub("", text_of(page))):
+    for part in re.split(r"\n(?=\s*\n|\||[-*] |#)|(?<!\\)\|", prose(page)):
         assert "`" not in SPAN.sub("", part), part
         for span in SPAN.finditer(part):
             assert not re.match(r"[\w=]|[./]\w\w", part[span.end() :]), part
@@ -214,7 +215,7 @@ def title(path):
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_a_link_to_a_page_is_its_title(page):
     """Up to the case of letters; a link to a section may say what it is there for."""
-    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", text_of(page))):
+    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", prose(page)):
         assert " ".join(text.split()).lower() == title(page.parent / target).lower(), target
 
 
@@ -226,7 +227,7 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_relative_links_lead_somewhere(page):
-    text = FENCED.sub("", text_of(page))
+    text = prose(page)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?://", target):
             continue
@@ -251,7 +252,7 @@ def test_links_of_tutorials_lead_to_the_sites_folders(monkeypatch):
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_references_name_what_exists(page):
-    for path in re.findall(r"\]\[([\w.]+)\]|^::: ([\w.]+)", FENCED.sub("", text_of(page)), re.M):
+    for path in re.findall(r"\]\[([\w.]+)\]|^::: ([\w.]+)", prose(page), re.M):
         resolve_name("".join(path))
 
 
