@@ -25,3 +25,9 @@ def same_environment():
 def read_lines():
     """A ledger's lines, read without dpexp."""
     return lambda path: [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.fixture
+def printed(capsys):
+    """What was printed since it was last asked for, with single blanks between its words."""
+    return lambda: " ".join(capsys.readouterr().out.split())

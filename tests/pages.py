@@ -45,6 +45,11 @@ def blocks(page, *languages):
     return [(title, content) for language, title, content in FENCED.findall(text_of(page)) if language in languages]
 
 
+def prose(page):
+    """A page without its code blocks."""
+    return FENCED.sub("", text_of(page))
+
+
 def name(path):
     return path.relative_to(ROOT).as_posix()
 

@@ -42,3 +42,8 @@ def trials(*rows, **same):
             | {"configuration": json.dumps(parameters, sort_keys=True)}
         )
     return DataFrame(made, columns=list(TRIAL))
+
+
+def trials_by_column(columns, **same):
+    """The same, from a list of values for each key."""
+    return trials(*DataFrame(columns).to_dict("records"), **same)

@@ -1,136 +1,160 @@
-"""`python -m dpexp account`, and what it draws."""
+"""`python -m dpexp account` of runs, of ledgers that have lost lines, and of parts of one data set."""
 
-import sys
-import warnings
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from jobs import result_of
 from made import tracked_job, write_run
+from omegaconf import OmegaConf
 from runs import ledger
 
-from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.ledger import concatenate, read_ledger
+from dpexp.accounting.ledger import Part, concatenate, read_ledger, write_ledger
 from dpexp.accounting.ledger.integrity import end_of
+from dpexp.accounting.risk import risk
 from dpexp.accounting.rounding import up
-from dpexp.commands.account import account
+from dpexp.commands.account import account, with_earlier
+from dpexp.commands.train import _on_these_data
+from dpexp.config import register
 from dpexp.errors import ConfigError
-from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
+
+RULE, OTHER = "sha256 of 'name' in data.id='people'", "sha256 of 'name' in data.id='others'"
+
+
+def on(low, high, rule=RULE, z=2.0, rounds=30):
+    """A run on a part of the data."""
+    return replace(ledger(z, 0.1, rounds), part=Part(rule, low, high))
 
 
 @pytest.fixture
-def written(tmp_path):
-    """Writes a ledger file and returns its path."""
+def accounted(tmp_path, printed):
+    """Accounts for runs, at δ = 1e-5 if no other is given; returns their costs, and what is shown."""
 
-    def write(name, run):
-        write_run(tmp_path / name, run)
-        return str(tmp_path / name)
+    def accounted(*runs, **options):
+        paths = [tmp_path / f"{k}.jsonl" for k in range(len(runs))]
+        for path, run in zip(paths, runs, strict=True):
+            write_ledger(path, run)
+        options = {"delta": "1e-5"} | options
+        costs = account([*map(str, paths), *(f"{name}={value}" for name, value in options.items())])
+        return costs, printed()
 
-    return write
+    return accounted
 
 
-def test_a_ledger_file_by_several_accountants(written, capsys):
+def test_a_ledger_is_accounted_by_several_accountants(accounted):
     run = ledger(2.0, 0.05, 300)
-    costs = account([written("a.jsonl", run), "accountant=pld,rdp", "delta=1e-6", "epsilon=2"])
+    costs, printed = accounted(run, accountant="pld,rdp", delta=1e-6, epsilon=2)
     assert costs == {name: epsilon(run, 1e-6, name) for name in ("pld", "rdp")}
-    printed = capsys.readouterr().out
     assert "Privacy cost of 300 rounds, all alike, for adding or removing one record, at δ = 1e-06:" in printed
-    for name in costs:
-        assert up(costs[name], 6) in printed and up(delta(run, 2.0, name), 4) in printed
+    for name, cost in costs.items():
+        assert up(cost, 6) in printed and up(delta(run, 2.0, name), 4) in printed
 
 
-def test_several_ledgers_are_composed(written, capsys):
-    first, second = ledger(2.0, 0.05, 30), ledger(3.0, 0.1, 20)
-    costs = account([written("a.jsonl", first), written("b.jsonl", second), "delta=1e-5"])
-    assert costs["pld"] == epsilon(concatenate([first, second]), 1e-5)
-    assert "Privacy cost of 2 runs, 50 rounds of 2 kinds, for adding or removing one record" in capsys.readouterr().out
+def test_several_ledgers_are_composed(accounted):
+    runs = ledger(2.0, 0.05, 30), ledger(3.0, 0.1, 20)
+    costs, printed = accounted(*runs)
+    assert costs == {"pld": epsilon(concatenate(runs), 1e-5)}
+    assert "Privacy cost of 2 runs, 50 rounds of 2 kinds, for adding or removing one record" in printed
 
 
-def test_another_adjacency_is_a_claim_of_its_own(written):
-    path = written("a.jsonl", ledger(4.0, 1.0, 5))
-    replaced = account([path, "delta=1e-5", "adjacency=replace_one"])
-    assert replaced["pld"] == pytest.approx(epsilon(ledger(2.0, 1.0, 5), 1e-5), rel=1e-12)
+def test_another_adjacency_is_a_claim_of_its_own(accounted):
+    run = ledger(4.0, 1.0, 5)
+    of = {name: accounted(run, adjacency=name)[0]["pld"] for name in ("add_remove", "replace_null", "replace_one")}
+    assert of["replace_one"] == pytest.approx(epsilon(ledger(2.0, 1.0, 5), 1e-5), rel=1e-12)
+    assert of["replace_null"] == of["add_remove"] == epsilon(run, 1e-5)
     with pytest.raises(ConfigError, match="adjacency=add_remove cannot be claimed for sampling=fixed_size"):
-        account(
-            [
-                written("b.jsonl", ledger(policy="fixed_size", adjacency="replace_one")),
-                "delta=1e-5",
-                "adjacency=add_remove",
-            ]
-        )
-    assert account([path, "delta=1e-5", "adjacency=replace_null"]) == account([path, "delta=1e-5"])
+        accounted(ledger(policy="fixed_size", adjacency="replace_one"), adjacency="add_remove")
 
 
-@pytest.mark.parametrize("lost, rounds", [("half a closing line", 9), ("half a round", 8), ("but the header", 0)])
-def test_a_ledger_that_ends_early_is_read_so_far_and_said_once(written, capsys, lost, rounds):
-    path = Path(written("a.jsonl", ledger(2.0, 0.05, 9)))
-    end_of(path).unlink(missing_ok=True)  # as of a run that was killed before it came to write it
-    lines = path.read_bytes().splitlines(keepends=True)
-    left = {
-        "half a closing line": [*lines[:-1], lines[-1][:9]],
-        "half a round": [*lines[:-2], lines[-2][:9]],
-        "but the header": lines[:1],
-    }
-    path.write_bytes(b"".join(left[lost]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        costs = account([str(path), "delta=1e-5"])
+@pytest.mark.parametrize(
+    "lines, more, has_end_file, rounds, said",
+    [
+        (9, 0, True, 5, "if it and ledger.end.json were both restored to an earlier state, nothing would show it"),
+        (6, 0, True, 3, "ledger.jsonl ends early, after 3 rounds: lines are missing"),
+        (6, 0, False, 3, "ledger.jsonl: there is no ledger.end.json next to it, so that it may have been cut at an"),
+        (8, 9, False, 5, "ledger.jsonl ends early, after 5 rounds: the run was killed"),
+        (7, 9, False, 4, "ledger.jsonl ends early, after 4 rounds: the run was killed"),
+        (1, 0, False, 0, "ledger.jsonl ends early, after 0 rounds: the run was killed"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_of_a_ledger_that_lost_its_end_what_is_left_is_accounted(
+    lines, more, has_end_file, rounds, said, tmp_path, printed
+):
+    """Of a run that was resumed after three rounds and made two more, so many lines are left, and bytes of the next."""
+    path = tmp_path / "ledger.jsonl"
+    write_run(path, ledger(2.0, 0.05, 3))
+    write_run(path, ledger(2.0, 0.05, 2), resume=True)
+    written = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(written[:lines]) + b"".join(written[lines:])[:more])
+    if not has_end_file:
+        end_of(path).unlink()
+    costs = account([str(path), "delta=1e-5"])
     assert costs["pld"] == (epsilon(ledger(2.0, 0.05, rounds), 1e-5) if rounds else 0)
-    assert f"a.jsonl ends early, after {rounds} rounds: the run was killed" in " ".join(capsys.readouterr().out.split())
-
-
-def say_the_same(folder, run_id, delta):
-    expected = epsilon(read_ledger(folder / "ledger.jsonl"), delta, "moments")
-    assert account([str(folder), "accountant=moments"]) == {"moments": expected}
-    folder.rename("elsewhere")
-    assert account([run_id, "accountant=moments"]) == {"moments": expected}
-
-
-def test_a_run_of_mlflow_and_its_folder_say_the_same(job):
-    say_the_same(job, result_of(job)["mlflow_run_id"], 1e-4)
+    assert said in printed()
 
 
 @pytest.mark.usefixtures("dpexp_job")
 def test_a_run_of_mlflow_and_its_folder_remember_delta(tmp_path):
     folder = tracked_job(tmp_path / "made", "privacy.delta=1e-6")
-    say_the_same(folder, (folder / "mlflow_run_id").read_text(), 1e-6)
+    run_id = (folder / "mlflow_run_id").read_text()
+    expected = {"moments": epsilon(read_ledger(folder / "ledger.jsonl"), 1e-6, "moments")}
+    assert account([str(folder), "accountant=moments"]) == expected
+    folder.rename("elsewhere")
+    assert account([run_id, "accountant=moments"]) == expected
+
+
+# Parts of one data set
+
+
+def test_account_takes_the_worst_of_disjoint_parts_for_each_figure(accounted):
+    """One part costs more ε at this δ, the other allows for the larger advantage."""
+    rare, *others = on(0, 0.5, z=0.5, rounds=1), on(0.5, 1, rounds=60), on(0.5, 0.75, z=9.0)
+    often = concatenate(others)
+    costs, printed = accounted(rare, *others, delta="1e-9", epsilon=1, accountant="pld,rdp")
+    assert costs == {name: epsilon(rare, 1e-9, name) for name in ("pld", "rdp")}
+    assert costs["pld"] > epsilon(often, 1e-9) and risk(rare).advantage < risk(often).advantage
+    for said in (
+        f"a record is at most in the runs of part [0, 0.5) by {RULE}; or of part [0.5, 1) by {RULE} and", "In parallel",
+        "91 rounds", up(max(delta(rare, 1.0), delta(often, 1.0)), 4),
+        f"at most {up(100 * risk(often).advantage, 3)} percentage points",
+    ):  # fmt: skip
+        assert said in printed
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "second, adjacency, in_sequence",
     [
-        ([], "needs a ledger file"),
-        (["nowhere.jsonl", "delta=1e-5"], "cannot be read"),
-        (["0123abcd", "delta=1e-5"], "no file or folder here, and no run"),
-        (["LEDGER"], "delta must be given"),
-        (["LEDGER", "delta=2"], "at least 1e-300 and below 1"),
-        (["LEDGER", "delta=x"], "could not be converted to Float"),
-        (["LEDGER", "delta=1e-5", "accountant=prv"], "known: pld, rdp"),
-        (
-            ["LEDGER", "delta=1e-5", "acountant=rdp"],
-            "acountant: there is no key 'acountant'; did you mean 'accountant'",
-        ),
-        (["LEDGER", "delta=1e-5", "figure=x.docx"], "figure=x.docx cannot be written .*docx.*; name a .png"),
-        (["LEDGER", "delta=1e-5", "figure=nowhere/x.png"], "figure=nowhere/x.png cannot be written .No such file"),
-        (["LEDGER", "delta=1e-5", "adjacency=remove"], "known: add_remove"),
+        (on(0.4, 1), "add_remove", True),
+        (on(0.5, 1, OTHER), "add_remove", True),
+        (ledger(2.0, 0.1, 30), "add_remove", True),
+        (on(0.5, 1), "replace_null", True),  # a record that is replaced may be in both
+        (on(0, 0.5), "add_remove", False),
     ],
 )
-def test_mistakes_are_one_sentence(arguments, message, written, tmp_path, monkeypatch):
-    path = written("a.jsonl", ledger(2.0, 0.05, 3))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["dpexp", "account", *(path if a == "LEDGER" else a for a in arguments)])
-    with pytest.raises(SystemExit, match=f"(?s)^dpexp: [^\n]*{message}"):
-        main()
+def test_account_adds_up_parts_that_one_record_may_be_in(accounted, second, adjacency, in_sequence):
+    costs, printed = accounted(on(0, 0.5), second, adjacency=adjacency)
+    assert costs["pld"] == epsilon(ledger(2.0, 0.1, 60, adjacency=adjacency), 1e-5)
+    assert ("In sequence: all costs add up" in printed) == in_sequence
 
 
-def test_figures_show_what_was_computed():
-    run = ledger(2.0, 0.05, 300)
-    left, right = trade_off(run, 1e-5, ["pld", "rdp"]).axes
-    assert [line.get_label() for line in left.lines[:2]] == ["pld", "rdp"]
-    x, y = left.lines[0].get_data()
-    assert y[0] == epsilon(run, x[0], "pld") and right.lines[0].get_data()[1][0] == pytest.approx(1, abs=1e-5)
-    (axes,) = epsilon_over_rounds(run, 1e-5, ["pld", "basic"]).axes
-    ends = {line.get_label(): line.get_data()[1][-1] for line in axes.lines}
-    assert ends["basic"] == epsilon(run, 1e-5, "basic")
-    assert axes.get_yscale() == "log"
+def test_a_figure_of_disjoint_parts_is_refused(accounted, tmp_path):
+    with pytest.raises(ConfigError, match=r"figure=.*shows one composition"):
+        accounted(on(0, 0.5), on(0.5, 1), figure=tmp_path / "x.png")
+
+
+def test_a_run_tells_what_it_costs_with_earlier_ones_on_other_parts():
+    one, other = on(0, 0.5), on(0.5, 1, z=1.0)
+    cost = f"ε = {up(epsilon(other, 1e-5), 4)}"
+    assert with_earlier([one], other, 1e-5) == f"with 1 earlier run on these data, {cost}"
+    covered = f"{cost} (1 not covered: without privacy, or without a ledger)"
+    assert with_earlier([one, None], other, 1e-5) == f"with 2 earlier runs on these data, {covered}"
+
+
+def test_a_job_says_how_its_data_are_known():
+    register()
+    by_path = OmegaConf.create({"data": {"path": "/a[b]/rows.csv", "id": "${resolved:${data.path}}"}})
+    path = "Earlier runs are known by the path /a[b]/rows.csv; data.id names the data wherever they are."
+    earlier = [*_on_these_data(by_path, "with 1 earlier run, ε = 4")]
+    assert earlier == ["After this job, with 1 earlier run, ε = 4.", path] and [*_on_these_data(by_path, "")] == [path]
+    by_path.data.id = "rows"
+    assert [*_on_these_data(by_path, "")] == []

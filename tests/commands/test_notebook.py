@@ -1,6 +1,7 @@
 """Configurations and plans in Python, outside of any job."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -12,14 +13,6 @@ from dpexp.config import CONF
 from dpexp.errors import ConfigError
 
 
-def test_a_configuration_is_composed_and_planned():
-    cfg = dpexp.compose("group=conv_fc", "mechanism=joint", "sampling.steps=40", "privacy.epsilon=2")
-    plan = dpexp.plan(cfg)
-    assert cfg.mechanism._target_.endswith("Joint") and plan.rounds == 40
-    assert [group.name for group in plan.groups] == ["conv", "fc"]
-    assert 1.99 < dpexp.epsilon(plan.ledger(), cfg.privacy.delta) <= 2
-
-
 def test_one_composes_again_and_with_options_of_ones_own(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "wide.yaml").write_text(
@@ -27,12 +20,10 @@ def test_one_composes_again_and_with_options_of_ones_own(tmp_path):
     )
     cfg = dpexp.compose("model=wide", "group=per_layer", "privacy.noise_multiplier=1", config_dir=tmp_path)
     assert [group.d for group in dpexp.plan(cfg).groups] == [64 * 16 + 16, 16 * 10 + 10]
-    for override, said in (
-        ("model=wide", "model has no option 'wide'"),
-        ("privacy.enabled=false", "has no privacy plan"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            dpexp.plan(dpexp.compose(override))
+    with pytest.raises(ConfigError, match="model has no option 'wide'"):
+        dpexp.compose("model=wide")
+    with pytest.raises(ConfigError, match="has no privacy plan"):
+        dpexp.plan(dpexp.compose("privacy.enabled=false"))
 
 
 def test_every_experiment_and_sweep_composes_and_has_a_model():
@@ -56,9 +47,10 @@ def test_every_tutorial_is_kept_with_the_outputs_of_its_commands():
     tutorials = [*(CONF.parent / "docs" / "tutorials").glob("*.ipynb")]
     assert len(tutorials) == 7
     for path in tutorials:
-        for cell in json.loads(path.read_text())["cells"]:
-            outputs, text = cell.get("outputs", []), json.dumps(cell.get("outputs", []))
-            is_shown = cell["cell_type"] == "code" and ("!python -m dpexp" in "".join(cell["source"]))
-            assert outputs or not is_shown, (path.name, cell["source"])
-            assert not [word for word in ("u001b", "/tmp/", "/home/", "/root/", "/Users/") if word in text], path.name
-            assert all(output["output_type"] != "error" for output in outputs), path.name
+        cells = json.loads(path.read_text())["cells"]
+        shown = json.dumps([cell.get("outputs") for cell in cells])
+        assert not re.search('u001b|/tmp/|/home/|/root/|/Users/|"output_type": "error"', shown), path.name
+        commands = [
+            cell for cell in cells if cell["cell_type"] == "code" and "!python -m dpexp" in "".join(cell["source"])
+        ]
+        assert all(cell["outputs"] for cell in commands), path.name

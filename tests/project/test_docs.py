@@ -5,6 +5,7 @@ import shlex
 from importlib import import_module
 from math import ceil
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.errors import ConfigError
 from dpexp.privacy import round as rounds_module
 from dpexp.privacy.private_metrics import metric_releases
-from tests.pages import DOCS, FENCED, NOT_JOBS, NOTEBOOKS, PAGES, ROOT, TEXTS, blocks, composed, name, text_of
+from tests.pages import DOCS, FENCED, NOT_JOBS, NOTEBOOKS, PAGES, ROOT, TEXTS, blocks, composed, name, prose, text_of
 
 CHOOSING = (DOCS / "choosing.md").read_text()
 
@@ -99,15 +100,16 @@ def commands(page):
 def test_commands_are_understood(page, written):
     written(page)
     for arguments in commands(page):
-        if arguments and arguments[0] in NOT_JOBS:
+        command = arguments[0] if arguments else ""
+        if command in NOT_JOBS:
             keys = [argument.partition("=")[0] for argument in arguments if "=" in argument]
-            assert all(f"{key}=" in COMMANDS[arguments[0]] for key in keys), arguments
+            assert all(f"{key}=" in COMMANDS[command] for key in keys), arguments
             continue
-        if arguments and arguments[0] == "audit":
+        if command == "audit":
             arguments = as_audit(arguments[1:])
-        if arguments and arguments[0] == "copy":
+        elif command == "copy":
             arguments = arguments[1:-1]
-        if arguments and arguments[0].endswith(".yaml"):  # which copy wrote
+        elif command.endswith(".yaml"):  # which copy wrote
             arguments = arguments[1:]
         check(arguments)
         overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
@@ -179,7 +181,7 @@ WORD = re.compile(rf"-{{1,2}}[\w-]+|[+~]?[\w./@]+=.+|[A-Z]+(\.yaml)?|…|{'|'.jo
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_code_spans_are_whole(page):
     """Each begins and ends in its paragraph or cell, not within a word; a command holds what a command can."""
-    for part in re.split(r"\n(?=\s*\n|\||[-*] |#)|(?<!\\)\|", FENCED.sub("", text_of(page))):
+    for part in re.split(r"\n(?=\s*\n|\||[-*] |#)|(?<!\\)\|", prose(page)):
         assert "`" not in SPAN.sub("", part), part
         for span in SPAN.finditer(part):
             assert not re.match(r"[\w=]|[./]\w\w", part[span.end() :]), part
@@ -198,7 +200,7 @@ def title(path):
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_a_link_to_a_page_is_its_title(page):
     """Up to the case of letters; a link to a section may say what it is there for."""
-    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", FENCED.sub("", text_of(page))):
+    for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([\w./]+\.md)\)", prose(page)):
         assert " ".join(text.split()).lower() == title(page.parent / target).lower(), target
 
 
@@ -210,7 +212,7 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_relative_links_lead_somewhere(page):
-    text = FENCED.sub("", text_of(page))
+    text = prose(page)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?://", target):
             continue
@@ -229,45 +231,21 @@ def test_links_of_tutorials_lead_to_the_sites_folders(monkeypatch):
     changed = import_module("tutorial_links").on_page_content
     html = '<a href="../own.md#groups">x</a><a href="loop.ipynb">y</a><a href="https://example.org/a.md">z</a>'
     notebook = SimpleNamespace(file=SimpleNamespace(src_path="tutorials/table.ipynb"))
-    assert re.findall('href="(.*?)"', changed(html, notebook)) == [
-        "../../own/#groups",
-        "../loop/",
-        "https://example.org/a.md",
-    ]
+    links = re.findall('href="(.*?)"', changed(html, notebook))
+    assert links == ["../../own/#groups", "../loop/", "https://example.org/a.md"]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_references_name_what_exists(page):
-    text = text_of(page)
-    for path in re.findall(r"\]\[([\w.]+)\]|^::: ([\w.]+)", FENCED.sub("", text), re.M):
-        assert found("".join(path)), path
+    for path in re.findall(r"\]\[([\w.]+)\]|^::: ([\w.]+)", prose(page), re.M):
+        resolve_name("".join(path))
 
 
-def found(path):
-    """Whether a dotted path leads to a module, or to what is in one."""
-    parts = path.split(".")
-    for k in range(len(parts), 0, -1):
-        try:
-            thing = import_module(".".join(parts[:k]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[k:]:
-            if not hasattr(thing, part):
-                return False
-            thing = getattr(thing, part)
-        return True
-    return False
+NAVIGATION = re.findall(r"^ +- .*?(\S+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
 
 
 def test_every_page_is_in_the_navigation():
-    listed = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
-    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in (*PAGES, *NOTEBOOKS))
-
-
-def leaves(nav):
-    for entry in nav:
-        for under in entry.values() if isinstance(entry, dict) else [entry]:
-            yield from [under] if isinstance(under, str) else leaves(under)
+    assert sorted(NAVIGATION) == sorted(page.relative_to(DOCS).as_posix() for page in (*PAGES, *NOTEBOOKS))
 
 
 def test_the_home_page_leads_to_what_people_have():
@@ -278,8 +256,7 @@ def test_the_home_page_leads_to_what_people_have():
     ways |= {f"tutorials/{notebook.name}" for notebook in NOTEBOOKS} - {"tutorials/sweep.ipynb"}
     assert len(ways) == 12 and [way for way in ways if f"({way})" not in home] == []
     assert '--8<-- "README.md:commands"' in home
-    first = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"][:1])]
-    assert first[:4] == ["index.md", "quick_start.md", "own_data.md", "own_loop.md"]
+    assert NAVIGATION[:4] == ["index.md", "quick_start.md", "own_data.md", "own_loop.md"]
 
 
 GLOSSARY = (DOCS / "glossary.md").read_text()
@@ -305,8 +282,8 @@ def test_the_glossary_says_which_delta_is_refused():
     with pytest.raises(ConfigError):
         check_delta(0.0)
     check_delta(1e-300)
-    three = {Round(sampling_event("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 2.0),)): 3}
-    assert dpexp.epsilon(Ledger("add_remove", three), 1e-300) == pytest.approx(3 * 0.5, rel=1e-12)
+    one = {Round(sampling_event("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 2.0),)): 1}
+    assert dpexp.epsilon(Ledger("add_remove", one), 1e-300) == pytest.approx(0.5, rel=1e-12)
 
 
 def test_the_glossarys_classes_exist():

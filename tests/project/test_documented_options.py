@@ -21,7 +21,7 @@ from dpexp.commands.command_line import COMMANDS, as_audit, check
 from dpexp.config import BY_GROUP, CONF, Config
 from dpexp.privacy.private_metrics import _KEYS
 from dpexp.privacy.sampling.privacy_unit import LocalTraining
-from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name, text_of
+from tests.pages import DOCS, FENCED, NOT_JOBS, PAGES, ROOT, TEXTS, blocks, composed, name, prose, text_of
 
 CONFIGURATIONS = [*CONF.rglob("*.yaml"), *(CONF / "sweep").glob("*.yaml")]  # rglob follows no link
 ASSIGNED = re.compile(  # group=option, a.b=value
@@ -187,7 +187,7 @@ def test_every_option_in_a_table_exists(page):
     that some option has."""
     names, options = schema()
     anything = {one.rpartition(".")[2] for one in names}.union(options, *options.values(), OTHERS)
-    for table in re.findall(r"(?:^\|.*\n){3,}", FENCED.sub("", text_of(page)), re.MULTILINE):
+    for table in re.findall(r"(?:^\|.*\n){3,}", prose(page), re.MULTILINE):
         head, _, *rows = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines())
         for column, of in enumerate(head):
             of_column = keys_of(of.strip("`")) if of.startswith("`") else set()

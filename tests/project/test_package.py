@@ -23,10 +23,10 @@ def test_a_wheel_has_code_and_configuration():
 def test_the_package_is_found_from_a_folder_with_one_of_its_name(tmp_path):
     """As from the folder above a checkout."""
     (tmp_path / "dpexp").symlink_to(ROOT)
-    code = "import dpexp; print(dpexp.__file__, dpexp.make_plan.__name__)"
+    code = "import dpexp; print(dpexp.__file__, dpexp.ConfigError.__name__)"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert found.stdout.split() == [str(ROOT / "dpexp" / "__init__.py"), "make_plan"], found.stderr
+    assert found.stdout.split() == [str(ROOT / "dpexp" / "__init__.py"), "ConfigError"], found.stderr
 
 
 def test_names_are_those_of_the_stub():

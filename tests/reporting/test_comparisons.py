@@ -19,7 +19,7 @@ from dpexp.reporting.comparisons import (
     trained,
 )
 from dpexp.reporting.sweep_figures import swept_numbers
-from tests.trials import TWIN, trials
+from tests.trials import TWIN, trials, trials_by_column
 
 
 def scored(accuracies, **same):
@@ -54,9 +54,9 @@ def test_configurations_are_means_over_seeds_of_what_finished():
 
 
 def test_no_two_configurations_have_the_same_label():
+    keys = ("optimizer.lr", "sampling.epochs", "group", "privacy.epsilon")
     rows = itertools.product((0.1, 0.2), (1, 5), ("flat", "conv_fc"), (1.0, 3.0))
-    frame = trials(*({"optimizer.lr": lr, "sampling.epochs": t, "group": g, "privacy.epsilon": e}
-                     for lr, t, g, e in rows))  # fmt: skip
+    frame = trials(*(dict(zip(keys, row, strict=True)) for row in rows))
     points, by = configurations(finished(frame))
     assert by == ["group", "privacy.epsilon", "optimizer.lr", "sampling.epochs"], "group._target_ follows from group"
     assert points["label"].nunique() == len(points) == 16
@@ -73,18 +73,16 @@ SAMPLES = [
 
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_ties_are_those_of_tukeys_test(samples):
-    points, _ = configurations(trained(scored(samples)))
-    found = best(points)
-    top = int(np.argmax([np.mean(sample) for sample in samples]))
+    found = best(configurations(trained(scored(samples)))[0])
+    top, count = int(np.argmax([np.mean(sample) for sample in samples])), len(samples)
     values = stats.tukey_hsd(*samples).pvalue[top]
-    assert found.row["label"] == f"optimizer.lr={top + 1}" and found.others == len(samples) - 1
-    assert set(found.tied) == {f"optimizer.lr={k + 1}" for k, p in enumerate(values) if k != top and p >= 0.05}
-    assert 0 < len(found.tied) < found.others
-    low, _ = stats.t.interval(0.95, len(samples[top]) - 1, np.mean(samples[top]), stats.sem(samples[top]))
-    assert np.mean(samples[top]) - found.row["margin"] == pytest.approx(low)
+    tied = {f"optimizer.lr={k + 1}" for k, p in enumerate(values) if k != top and p >= 0.05}
+    half = stats.sem(samples[top]) * stats.t.ppf(0.975, len(samples[top]) - 1)
+    assert found.row["label"] == f"optimizer.lr={top + 1}" and found.row["margin"] == pytest.approx(half)
+    assert {*found.tied} == tied and 0 < len(tied) < found.others == count - 1
     assert found.certainty == (
-        f"mean of {len(samples[top])} runs, 95 % interval ± {found.row['margin']:.2%}; "
-        f"significantly above {found.others - len(found.tied)} of {found.others} others"
+        f"mean of {len(samples[top])} runs, 95 % interval ± {half:.2%}; "
+        f"significantly above {count - 1 - len(tied)} of {count - 1} others"
     )
 
 
@@ -135,12 +133,11 @@ def test_draws_of_private_selection_are_not_averaged():
 )
 def test_trials_that_cost_more_are_not_the_better_ones(same, costs):
     """The largest ε always won."""
-    rows = [dict(zip(same, values, strict=True)) for values in zip(*same.values(), strict=True)]
-    frame = trials(*({"test_accuracy": 0.5 + 0.1 * k} | row for k, row in enumerate(rows)))
-    said = described(best_of_trials(frame))
+    scores = {"test_accuracy": [0.5 + 0.1 * k for k in range(len(costs))]}
+    said = described(best_of_trials(trials_by_column(same | scores)))
     assert said == [f"Test accuracy {50 + 10 * k}.00% at {cost} (1 run, no interval)" for k, cost in enumerate(costs)]
-    twice = trials(*({"test_accuracy": 0.5 + 0.1 * k, "optimizer.lr": lr} | row
-                     for lr in (1, 2) for k, row in enumerate(rows)))  # fmt: skip
+    twice = {key: 2 * values for key, values in (same | scores).items()}
+    twice = trials_by_column(twice | {"optimizer.lr": [1] * len(costs) + [2] * len(costs)})
     assert [*best_of_trials(twice)] == costs and described(best_of_trials(twice))[0].startswith(f"Best at {costs[0]}: ")
     (one,) = described(best_of_trials(twice, apart=()))  # of private selection
     assert one.startswith("Best: ")
@@ -167,12 +164,12 @@ def test_a_table_has_what_was_varied_and_the_baseline():
     table = summary(frame)
     half = f"{0.005 * math.tan(math.pi * 0.475):.2%}"
     assert [*table.columns] == ["privacy.epsilon", "group", "ε", "test accuracy", "± (95 %)", "runs"]
-    assert table.to_numpy().tolist() == [
-        ["1", "conv_fc", "0.999", "50.50%", half, "2"],
-        ["1", "flat", "0.999", "60.50%", half, "2"],
-        ["4", "conv_fc", "3.996", "70.50%", half, "2"],
-        ["4", "flat", "3.996", "80.50%", half, "2"],
-        ["inf", "", "not private", "90.00%", "", "1"],
+    assert ["|".join(row) for row in table.to_numpy()] == [
+        f"1|conv_fc|0.999|50.50%|{half}|2",
+        f"1|flat|0.999|60.50%|{half}|2",
+        f"4|conv_fc|3.996|70.50%|{half}|2",
+        f"4|flat|3.996|80.50%|{half}|2",
+        "inf||not private|90.00%||1",
     ]
     every = compact(frame)
     assert len(every) == len(frame) and "configuration" not in every
@@ -181,16 +178,13 @@ def test_a_table_has_what_was_varied_and_the_baseline():
 
 
 def test_a_table_shows_what_was_measured_or_solved_and_claims_nothing_that_is_not_private():
-    lost = {"test_accuracy": math.nan}
-    planned = trials(*({"privacy.epsilon": e, "epsilon": math.nan, "epsilon_planned": e, **lost} for e in (1, 2)))
-    assert [*summary(planned).columns] == ["privacy.epsilon", "ε", "noise_multiplier", "runs"]
-    assert summary(planned)["noise_multiplier"].tolist() == ["5", "2.5"] and summary(planned)["ε"].tolist() == [
-        "1",
-        "2",
-    ]
-    losses = summary(trials({"optimizer.lr": 1, "test_loss": 1.5, **lost}, {"optimizer.lr": 2, "test_loss": 2, **lost}))
-    assert losses["test loss"].tolist() == ["1.5", "2"]
-    shown = summary(trials({"private": "no: diagnostics", "privacy.epsilon": 1}))
-    assert shown["ε"].tolist() == ["not private"]
+    def shown(**columns):
+        return summary(trials_by_column(columns, test_accuracy=math.nan)).to_dict("list")
+
+    planned = shown(**{"privacy.epsilon": [1, 2], "epsilon": math.nan, "epsilon_planned": [1, 2]})
+    columns = {"privacy.epsilon": ["1", "2"], "ε": ["1", "2"], "noise_multiplier": ["5", "2.5"], "runs": ["1", "1"]}
+    assert planned == columns and [*planned] == [*columns]
+    assert shown(**{"optimizer.lr": [1, 2]}, test_loss=[1.5, 2.0])["test loss"] == ["1.5", "2"]
+    assert shown(private=["no: diagnostics"], **{"privacy.epsilon": 1})["ε"] == ["not private"]
     nothing = summary(trials({"status": "FAILED"}))
-    assert nothing.empty and [*nothing.columns] == ["ε", "test accuracy", "runs"], "which a report can read"
+    assert nothing.to_dict("list") == {"ε": [], "test accuracy": [], "runs": []}, "which a report can read"

@@ -18,16 +18,15 @@ from dpexp.reporting.comparisons import WHY, best_of_trials
 from dpexp.reporting.run_figures import audit_figure, class_counts, epsilon_over_rounds, trade_off
 from dpexp.reporting.sweep_figures import ROUND, curves, figures_of
 from dpexp.reporting.terminal import print_audit
-from tests.trials import TWIN, trials
+from tests.trials import TWIN, trials, trials_by_column
 
 
 def grid_of(seeds=(0,), **values):
     """A trial for each combination; its accuracy follows from what it is."""
-    names = list(values)
     rows = []
-    for row in itertools.product(*values.values()):
-        given = dict(zip(names, row, strict=True))
-        score = sum((k + 1) * 0.02 * values[name].index(value) for k, (name, value) in enumerate(given.items()))
+    for places in itertools.product(*(range(len(each)) for each in values.values())):
+        given = {name: values[name][place] for name, place in zip(values, places, strict=True)}
+        score = sum(0.02 * k * place for k, place in enumerate(places, 1))
         rows += [given | {"seed": str(seed), "test_accuracy": 0.4 + score + 0.001 * seed} for seed in seeds]
     return rows
 
@@ -37,6 +36,12 @@ def lines(axes):
     bars = {bar.get_label(): bar.lines[0].get_data() for bar in axes.containers if hasattr(bar, "lines")}
     plain = {line.get_label(): line.get_data() for line in axes.lines if not line.get_label().startswith("_")}
     return {name: [*zip(*map(list, data), strict=True)] for name, data in (plain | bars).items()}
+
+
+def spreads(axes):
+    """Half the length of each error bar."""
+    segments = [segment for bar in axes.containers for segment in bar.lines[2][0].get_segments()]
+    return [(high - low) / 2 for (_, low), (_, high) in segments]
 
 
 def legend(figure):
@@ -61,40 +66,33 @@ def test_a_line_joins_the_configurations_that_differ_in_nothing_else():
     figure = curves(frame, "epsilon", "test_accuracy")
     (axes,) = figure.axes
     drawn = lines(axes)
-    assert sorted(drawn) == sorted(f"optimizer.lr={lr} · sampling.epochs={t}" for lr in (0.1, 0.4) for t in (2, 8))
-    points = drawn["optimizer.lr=0.4 · sampling.epochs=8"]
-    assert points == [pytest.approx((0.999 * e, 0.4 + 0.02 * k + 0.04 + 0.06 + 0.001)) for k, e in enumerate((1, 2, 4))]
-    spreads = {round(segment[1][1] - segment[0][1], 9) for bar in axes.containers for segment in
-               bar.lines[2][0].get_segments()}  # fmt: skip
-    assert spreads == {round(2 * 4.302652730 * 0.001 / 3**0.5, 9)}, "Student's 95 % interval of the mean of three seeds"
+    names = [f"optimizer.lr={lr} · sampling.epochs={t}" for lr in (0.1, 0.4) for t in (2, 8)]
+    assert sorted(drawn) == sorted(legend(figure)) == names
+    assert drawn[names[-1]] == [pytest.approx((0.999 * e, 0.501 + 0.02 * k)) for k, e in enumerate((1, 2, 4))]
+    assert spreads(axes) == pytest.approx([4.302652730 * 0.001 / 3**0.5] * 12), "Student's 95 % interval of three seeds"
     assert axes.get_ylabel() == "test accuracy, mean ± 95 % interval"
-    assert sorted(legend(figure)) == sorted(drawn)
-    assert figure.get_suptitle() == "test accuracy by ε: digits, cnn"
-    assert ticks(figure) == ["0.999", "2", "4"]
+    assert figure.get_suptitle() == "test accuracy by ε: digits, cnn" and ticks(figure) == ["0.999", "2", "4"]
     along = lines(curves(frame, "sampling.epochs", "test_accuracy").axes[0])
-    assert sorted(along) == sorted(f"privacy.epsilon={e} · optimizer.lr={lr}" for e in (1, 2, 4) for lr in (0.1, 0.4))
+    assert sorted(along) == [f"privacy.epsilon={e} · optimizer.lr={lr}" for e in (1, 2, 4) for lr in (0.1, 0.4)]
     assert all([x for x, _ in points] == [2, 8] for points in along.values())
 
 
 def test_the_best_without_privacy_is_a_horizontal_line():
-    rows = [{"privacy.epsilon": e} for e in (1, 8)]
-    worse = TWIN | {"optimizer.lr": 7, "test_accuracy": 0.2}
-    (axes,) = curves(trials(*rows, TWIN | {"test_accuracy": 0.91}, worse), "epsilon", "test_accuracy").axes
-    assert {xy[1] for xy in lines(axes)["cnn without privacy (the best of 2)"]} == {0.91}
+    twins = TWIN | {"test_accuracy": 0.91}, TWIN | {"optimizer.lr": 7, "test_accuracy": 0.2}
+    (axes,) = curves(trials({"privacy.epsilon": 1}, {"privacy.epsilon": 8}, *twins), "epsilon", "test_accuracy").axes
+    assert {y for _, y in lines(axes)["cnn without privacy (the best of 2)"]} == {0.91}
     assert axes.get_ylim()[1] > 0.92, "it is within the figure"
 
 
 def test_the_interval_of_a_figure_is_the_terminals_and_no_accuracy_exceeds_one():
     """It was one standard deviation, of the same runs."""
-    frame = trials(*({"test_accuracy": a, "optimizer.lr": lr, "seed": str(k)}
-                     for lr in (1, 2, 4) for k, a in enumerate((0.9 + 0.01 * lr, 0.99))))  # fmt: skip
+    accuracies = [0.91, 0.99, 0.92, 0.99, 0.94, 0.99]
+    frame = trials_by_column({"optimizer.lr": [1, 1, 2, 2, 4, 4], "seed": [*"010101"], "test_accuracy": accuracies})
     (axes,) = curves(frame, "optimizer.lr", "test_accuracy").axes
-    (bar,) = axes.containers
-    halves = [(high - low) / 2 for (_, low), (_, high) in bar.lines[2][0].get_segments()]
-    assert f"95 % interval ± {halves[2]:.2%}" in str(best_of_trials(frame)[""])
-    assert max(halves) > 0.1 and axes.get_ylim()[1] == 1.02
-    one = curves(trials(*({"optimizer.lr": lr} for lr in (1, 2, 4))), "optimizer.lr", "test_accuracy")
-    assert one.axes[0].get_ylabel() == "test accuracy", "single runs have none"
+    assert f"95 % interval ± {spreads(axes)[2]:.2%}" in str(best_of_trials(frame)[""])
+    assert max(spreads(axes)) > 0.1 and axes.get_ylim()[1] == 1.02
+    (axes,) = curves(frame[frame["seed"] == "0"], "optimizer.lr", "test_accuracy").axes
+    assert axes.get_ylabel() == "test accuracy", "single runs have none"
 
 
 def test_words_have_no_line():
@@ -113,36 +111,33 @@ def test_ticks_and_legends_are_short():
     near = trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "privacy.epsilon": [1.64412, 1.64562]}))
     found = legend(curves(near, "optimizer.lr", "test_accuracy"))
     assert sorted(found) == ["privacy.epsilon=1.64412", "privacy.epsilon=1.64562"]
-    many = trials(*({"optimizer.lr": 10**k, "privacy.epsilon": 1} for k in np.linspace(-2, 1, 30)))
-    assert ticks(curves(many, "optimizer.lr", "test_accuracy")) == [
-        "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5", "10",
-    ]  # fmt: skip
+    many = trials_by_column({"optimizer.lr": np.geomspace(0.01, 10, 30)})
+    assert " ".join(ticks(curves(many, "optimizer.lr", "test_accuracy"))) == "0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10"
 
 
-def test_every_z_that_is_drawn_was_needed_by_a_run():
+def test_every_value_that_is_drawn_was_needed_by_a_run():
     """Of a parameter with two values, needed.png used to show the mean."""
-    zs = {(1, 20): 2.9, (1, 100): 5.8, (4, 20): 1.1, (4, 100): 1.9}
-    frame = trials(*({"privacy.epsilon": e, "sampling.steps": t, "knob_value": z, "test_accuracy": math.nan}
-                     for (e, t), z in zs.items()))  # fmt: skip
+    steps, knobs = [20, 100, 20, 100], [2.9, 5.8, 1.1, 1.9]
+    frame = trials_by_column({"privacy.epsilon": [1, 1, 4, 4], "sampling.steps": steps, "knob_value": knobs})
     figure = curves(frame, "privacy.epsilon", "knob_value")
+    (axes,) = figure.axes
     needed = {"sampling.steps=20": [(1, 2.9), (4, 1.1)], "sampling.steps=100": [(1, 5.8), (4, 1.9)]}
-    assert lines(figure.axes[0]) == needed and legend(figure) == [*needed]
-    assert figure.axes[0].get_ylabel() == "noise_multiplier needed"
-    assert ticks(figure) == ["1", "4"]
+    assert lines(axes) == needed and legend(figure) == [*needed] and ticks(figure) == ["1", "4"]
+    assert axes.get_ylabel() == "noise_multiplier needed" and not axes.get_title()
 
 
 def test_the_q_of_each_epsilon_is_drawn_and_why_it_falls():
     """A sweep that only plans, as needed_q, has one figure: of q, not of accuracy."""
-    qs = {1: 0.06, 2: 0.045, 8: 0.027}
-    frame = trials(*({"privacy.epsilon": e, "knob": "sampling_rate", "knob_value": q, "epsilon": math.nan,
-                      "epsilon_planned": e, "test_accuracy": math.nan} for e, q in qs.items()))  # fmt: skip
+    epsilons, qs = [1, 2, 8], [0.06, 0.045, 0.027]
+    planned = {"privacy.epsilon": epsilons, "epsilon_planned": epsilons, "knob_value": qs}
+    frame = trials_by_column(planned, knob="sampling_rate", epsilon=math.nan, test_accuracy=math.nan)
     drawn, omitted = figures_of(frame, NONE)
     assert {*drawn} == {"knob_by_privacy.epsilon.png"} and not omitted
     (axes,) = drawn["knob_by_privacy.epsilon.png"].axes
-    assert [*lines(axes).values()] == [[*qs.items()]] and axes.get_ylabel() == "sampling_rate needed"
+    assert [*lines(axes).values()] == [
+        [*zip(epsilons, qs, strict=True)]
+    ] and axes.get_ylabel() == "sampling_rate needed"
     assert axes.get_title() == WHY["sampling_rate"]
-    others = trials(*({"privacy.epsilon": e} for e in qs))
-    assert not curves(others, "privacy.epsilon", "knob_value").axes[0].get_title()
 
 
 EVALUATED = trials(*({"optimizer.lr": lr, "seed": seed, "round": k, "epsilon": 0.5 * k, "test_accuracy": lr * k / 10,
@@ -151,27 +146,29 @@ EVALUATED = trials(*({"optimizer.lr": lr, "seed": seed, "round": k, "epsilon": 0
 EVALUATED["configuration"] = [
     json.dumps(json.loads(text) | {ROUND: k}) for text, k in zip(EVALUATED["configuration"], [1, 2, 3] * 4, strict=True)
 ]
+ACCURACIES = [[(k, lr * k / 10) for k in (1, 2, 3)] for lr in (1, 2)]  # by round
 
 
 def test_accuracy_during_training_is_drawn_by_epsilon():
     figure = curves(EVALUATED, "epsilon", "test_accuracy")
-    assert lines(figure.axes[0]) == {f"optimizer.lr={lr}": [(0.5 * k, lr * k / 10) for k in (1, 2, 3)] for lr in (1, 2)}
+    assert lines(figure.axes[0]) == {
+        f"optimizer.lr={lr}": [(0.5 * k, accuracy) for k, accuracy in points] for lr, points in enumerate(ACCURACIES, 1)
+    }
     assert figure.get_suptitle() == "test accuracy by the ε spent during training: digits, cnn"
-    drawn, _ = figures_of(trials(*grid_of((0, 1), **{"optimizer.lr": [1, 2]})), EVALUATED)
-    assert "progress.png" in drawn and len(drawn["rounds.png"].axes) == 2
-    drawn, _ = figures_of(trials(*grid_of((0, 1), **{"optimizer.lr": [1, 2]})), EVALUATED.assign(test_loss=math.nan))
-    assert len(drawn["rounds.png"].axes) == 1, "a model that logs no loss has a panel of its accuracy"
+    ended = trials(*grid_of((0, 1), **{"optimizer.lr": [1, 2]}))
+    for during, panels in ((EVALUATED, 2), (EVALUATED.assign(test_loss=math.nan), 1)):  # of accuracy, and of loss
+        drawn, _ = figures_of(ended, during)
+        assert "progress.png" in drawn and len(drawn["rounds.png"].axes) == panels
 
 
 def test_accuracy_and_loss_are_drawn_by_the_round_with_the_final_epsilon():
     figure = curves(EVALUATED, ROUND, "test_accuracy", "test_loss")
-    accuracy, loss = figure.axes
-    said = [f"optimizer.lr={lr} · ε = 1.5" for lr in (1, 2)]
-    assert lines(accuracy) == {said[lr - 1]: [(k, lr * k / 10) for k in (1, 2, 3)] for lr in (1, 2)}
-    assert lines(loss) == {said[lr - 1]: [(k, 3.0 - lr * k / 10) for k in (1, 2, 3)] for lr in (1, 2)}
-    assert legend(figure) == said and figure.get_suptitle() == "test accuracy and test loss by round: digits, cnn"
-    alone = curves(EVALUATED.head(3), ROUND, "test_loss")
-    assert legend(alone) == ["ε = 1.5"]
+    accuracy, loss = map(lines, figure.axes)
+    assert [*accuracy] == [*loss] == legend(figure) == [f"optimizer.lr={lr} · ε = 1.5" for lr in (1, 2)]
+    assert [*accuracy.values()] == ACCURACIES
+    assert [*loss.values()] == [[(k, 3.0 - y) for k, y in points] for points in ACCURACIES]
+    assert figure.get_suptitle() == "test accuracy and test loss by round: digits, cnn"
+    assert legend(curves(EVALUATED.head(3), ROUND, "test_loss")) == ["ε = 1.5"]
 
 
 NONE = EVALUATED.head(0)
@@ -204,12 +201,19 @@ def test_too_many_lines_are_compared_in_mlflow():
 # Of one run
 
 
-def test_rounds_whose_order_a_ledger_does_not_keep_are_not_said_to_have_one():
-    mixed = concatenate([ledger(2.0, 0.05, 30), ledger(3.0, 0.05, 40)])
-    assert epsilon_over_rounds(mixed, 1e-5, ["pld"]).axes[0].get_xlabel() == "round, equal rounds together"
-    figure = epsilon_over_rounds(ledger(2.0, 0.05, 30), 1e-5, ["pld", "rdp"])
-    assert figure.axes[0].get_xlabel() == "round"
-    assert [line.get_label() for line in figure.axes[0].lines] == ["pld", "rdp"]
+def test_figures_of_a_run_show_what_was_computed():
+    """And do not say that rounds have an order, where a ledger does not keep it."""
+    run = ledger(2.0, 0.05, 30)
+    left, right = trade_off(run, 1e-5, ["pld", "rdp"]).axes
+    assert [line.get_label() for line in left.lines[:2]] == ["pld", "rdp"]
+    (x, *_), (y, *_) = left.lines[0].get_data()
+    assert y == epsilon(run, x, "pld") and right.lines[0].get_data()[1][0] == pytest.approx(1, abs=1e-5)
+    mixed = concatenate([run, ledger(3.0, 0.05, 40)])
+    for of, label in ((run, "round"), (mixed, "round, equal rounds together")):
+        (axes,) = epsilon_over_rounds(of, 1e-5, ["pld", "basic"]).axes
+        assert axes.get_xlabel() == label and axes.get_yscale() == "log"
+        ends = {line.get_label(): line.get_data()[1][-1] for line in axes.lines}
+        assert [*ends] == ["pld", "basic"] and ends["basic"] == epsilon(of, 1e-5, "basic")
 
 
 # Claims and titles
@@ -234,8 +238,8 @@ def audited():
 
 RUN = ledger(2.0, 0.05, 30)
 AT = 2.99849
-ONE = trials(*({"optimizer.lr": lr, "privacy.epsilon": 3, "epsilon": AT} for lr in (1, 2, 4)))
-SOME = trials(*({"sampling.steps": t, "epsilon": e} for t, e in ((1, 1.23456), (2, 2.0), (4, AT))))
+ONE = trials_by_column({"optimizer.lr": [1, 2, 4]}, epsilon=AT, **{"privacy.epsilon": 3})
+SOME = trials_by_column({"sampling.steps": [1, 2, 4], "epsilon": [1.23456, 2.0, AT]})
 FIGURES = {
     "lr": (lambda: curves(ONE, "optimizer.lr", "epsilon"), AT),
     "spent": (lambda: curves(SOME, "epsilon", "test_accuracy"), AT),
@@ -256,13 +260,13 @@ def test_a_figure_has_a_title_and_understates_no_epsilon(name):
     assert not understated(figure, claim)
 
 
-def test_an_audit_tells_the_jobs_claim_first_and_its_lower_bound_is_one(capsys):
+def test_an_audit_tells_the_jobs_claim_first_and_its_lower_bound_is_one(printed):
     """It used to print 7.153 of the attacked rounds and 2.999 of the job as two claims."""
     print_audit(audited(), 2.99849, 1e-5)
-    printed = " ".join(capsys.readouterr().out.split())
+    shown = printed()
     attacked = up(audited().bounds[0].claimed, 4)
-    assert printed.startswith("The job claims ε = 2.999 at δ = 1e-05. Its noise is attacked in rounds of all records, ")
-    assert f"for which ε = {attacked} would be claimed: sampling, which is tested by itself" in printed
+    assert shown.startswith("The job claims ε = 2.999 at δ = 1e-05. Its noise is attacked in rounds of all records, ")
+    assert f"for which ε = {attacked} would be claimed: sampling, which is tested by itself" in shown
     found = audited()
     drawn = "".join(texts(audit_figure(found, ledger(2.0, 1.0, 4), "ε = 2.999 at δ = 0.0001")))
     assert "Audit of the job's claim of ε = 2.999 at δ = 0.0001: not refuted" in drawn
