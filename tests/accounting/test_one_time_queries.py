@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 from runs import composed, sampled, write_run
-from scipy.integrate import quad
 from test_ledger_lines import HEADER, linked
 
 from dpexp.accounting import composition
@@ -131,22 +130,6 @@ def test_pure_dp_is_gaussian_dp(pure):
     for e in np.linspace(0, pure, 20):
         assert mechanism.delta(e) >= (math.exp(pure) - math.exp(e)) / (1 + math.exp(pure)) - 1e-12
     assert gaussian_above(np.array([5000.0]))[0] > 90
-
-
-@pytest.mark.parametrize("first, second", [(0.5, 1.5), (2.0, 0.01)])
-def test_coordinates_that_move_together_cost_no_more_than_one_that_moves_as_far(first, second):
-    """E[h₂(ε - L₁)] against h₁₂, by quadrature."""
-
-    def h(pure, e):
-        return max(0.0, -math.expm1(e) if e < 700 else 0.0, -math.expm1((e - pure) / 2))
-
-    def inner(loss, e):
-        return h(second, e - loss) * math.exp((loss - first) / 2) / 4
-
-    for e in np.linspace(-first - second, first + second, 41):
-        atoms = 0.5 * h(second, e - first) + 0.5 * math.exp(-first) * h(second, e + first)
-        kinks = [k for k in (e - second, e + second) if -first < k < first]
-        assert atoms + quad(inner, -first, first, (e,), points=kinks or None)[0] <= h(first + second, e) + 1e-10
 
 
 # On disk

@@ -86,9 +86,7 @@ def test_a_ledger_costs_what_pld_accounting_says(z, steps, selected, epochs, del
     assert low <= epsilon(Ledger("add_remove", dict.fromkeys(firsts, 1)), delta) <= high
 
 
-@pytest.mark.parametrize(
-    "z, steps", [*itertools.product((0.1, 0.5, 2.0, 50.0, 1e5), (2, 7)), (0.1, 300), (2.0, 300), (1e5, 300)]
-)
+@pytest.mark.parametrize("z, steps", [*itertools.product((0.1, 2.0, 50.0), (2, 7)), (0.1, 300), (1e5, 300)])
 def test_masses_are_those_of_a_pair(z, steps):
     """Each has mass 1, and what P has above Q is what Q has below P."""
     removed, added = RandomAllocationPair(z, steps), RandomAllocationPair(z, steps, False)
@@ -101,8 +99,8 @@ def test_masses_are_those_of_a_pair(z, steps):
     assert removed.reverse == added and added.reverse == removed
 
 
-@settings(deadline=None, max_examples=4)
-@given(st.floats(0.3, 20), st.integers(2, 16), st.integers(1, 50), st.sampled_from([1e-3, 1e-6]))
+@settings(deadline=None, max_examples=3, derandomize=True, database=None)
+@given(st.floats(0.3, 20), st.integers(2, 16), st.integers(1, 10), st.sampled_from([1e-3, 1e-6]))
 def test_it_costs_less_than_one_full_round_an_epoch_and_falls_with_noise_and_steps(z, steps, epochs, delta):
     found = loss_of(z, steps, epochs).epsilon(delta)
     assert found <= GaussianMechanism(math.sqrt(epochs) / z).epsilon(delta)

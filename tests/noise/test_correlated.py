@@ -11,7 +11,7 @@ import torch
 from scipy.stats import binomtest, chi2, chisquare
 from test_policies import sampler, samples
 
-from dpexp.accounting.sampling import CyclicPoisson, Poisson
+from dpexp.accounting.sampling import CyclicPoisson
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
@@ -105,12 +105,6 @@ def test_parts_are_drawn_independently():
         for k in range(400)
     ]
     assert np.var(sizes) == pytest.approx(1000 * 0.25 * 0.75, rel=0.3)
-
-
-def test_one_part_samples_as_poisson_does():
-    plain, stream = Poisson(sampling_rate=0.05), KeyStream.known(0, "sampling", 0)
-    for row in drawn(1):
-        assert [row.nonzero().flatten().tolist()] == plain.draw(240, stream)
 
 
 # Noise

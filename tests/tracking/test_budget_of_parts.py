@@ -43,7 +43,7 @@ def test_each_part_of_the_data_has_the_whole_budget(run_on, ask, capsys):
 
 def test_a_run_that_is_not_private_or_unknown_bounds_nothing_of_any_part(run_on, ask):
     run_on(part(0, 0.5), **TAG | {"dpexp.private": "no: the noise seed is known"})
-    with pytest.raises(ConfigError, match="cannot be kept: what the run run 1 spent is unknown .it is not private"):
+    with pytest.raises(ConfigError, match=r"cannot be kept: what the run run 1 spent is unknown .it is not private"):
         ask(part(0.5, 1))
 
 

@@ -36,6 +36,9 @@ class Away:
         return call
 
 
+OTHERS = {"starts": [], "spends": None}
+
+
 class Job:
     """A job's record in a folder, and its mirror in a store."""
 

@@ -76,15 +76,18 @@ def agrees(folder, uri, status):
 def away(patch, since, until):
     """Lets the server of a job be away between the ends of two rounds."""
     commit, done = LedgerWriter.commit, []
-    patch.setattr(LedgerWriter, "commit", lambda self: done.append(commit(self)))
-    for name in ("log_batch", "log_artifact", "log_text", "set_terminated", "set_tag"):
 
-        def asked(*given, request=getattr(MlflowClient, name), **named):
+    def unless_away(request):
+        def asked(*given, **named):
             if since <= len(done) < until:
                 raise ConnectionError("no route to host")
             return request(*given, **named)
 
-        patch.setattr(MlflowClient, name, asked)
+        return asked
+
+    patch.setattr(LedgerWriter, "commit", lambda self: done.append(commit(self)))
+    for name in ("log_batch", "log_artifact", "log_text", "set_terminated", "set_tag"):
+        patch.setattr(MlflowClient, name, unless_away(getattr(MlflowClient, name)))
 
 
 @pytest.mark.parametrize("back", [5, 99])
