@@ -39,6 +39,7 @@ def number(S):
 RULES = [Abadi(), Automatic(), Psac(), Global(1.0)]
 WRONG = [saying(number) for number in (1e30, math.inf, math.nan, -1.0, 1.0)]
 EXTREME = [Automatic(1e-300), Psac(1e-300), Psac(1e300), Global(1e-300), Global(1e300)]
+JOINT = clipping.Joint(clipping.FixedClipNorm([0.1, 0.3]))
 named = pytest.mark.parametrize("clip", RULES, ids=lambda clip: clip.name)
 
 
@@ -74,7 +75,7 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 
 
 @named
-@pytest.mark.parametrize("mechanism, grouping", [(clipping.Joint(), groups.flat()), (None, groups.per_layer())])
+@pytest.mark.parametrize("mechanism, grouping", [(JOINT, groups.flat()), (None, groups.per_layer())])
 def test_sums_are_those_of_one_record_at_a_time(clip, mechanism, grouping):
     """Of records whose norms are on both sides of S."""
     torch.manual_seed(0)
@@ -96,7 +97,7 @@ NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from(
 
 
 @pytest.mark.parametrize("clip", RULES + WRONG + EXTREME, ids=repr)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(NUMBERS, min_size=1, max_size=6), st.sampled_from([1e-6, 0.3, 1.0, 1 / 3, 7e4, 1e30]),
     st.sampled_from([torch.float32, torch.float64]),

@@ -9,7 +9,7 @@ import pytest
 from jobs import store_of
 from made import made_job, tracked_job
 from mlflow import MlflowClient
-from test_run_costs import first_lines, lengths
+from test_run_costs import first_lines
 
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.errors import ConfigError
@@ -27,6 +27,17 @@ QUICK = (
 def uri(tmp_path):
     """The address of a store: that of the jobs, or another."""
     return lambda name="outputs/mlflow": f"sqlite:///{tmp_path}/{name}.db"
+
+
+@pytest.fixture
+def counts(uri):
+    """As what the only run of a store on the data set counts: so many rounds, and whether they are its plan's."""
+
+    def in_store(*name):
+        (cost,) = costs_in(uri(*name), "digits")
+        return len(cost.ledger), "as its plan" in cost.note
+
+    return in_store
 
 
 def told(uri, folder):
@@ -91,7 +102,7 @@ def away(patch, since, until):
 
 
 @pytest.mark.parametrize("back", [5, 99])
-def test_a_server_that_was_away_gets_everything_later(dpexp_job, uri, monkeypatch, capsys, back):
+def test_a_server_that_was_away_gets_everything_later(dpexp_job, uri, counts, monkeypatch, capsys, back):
     """It is back in the fifth round, or after the job."""
     with monkeypatch.context() as patch:
         patch.setattr("dpexp.tracking.mirror.INTERVAL", 0.01)
@@ -102,17 +113,15 @@ def test_a_server_that_was_away_gets_everything_later(dpexp_job, uri, monkeypatc
     assert lacks is (f"python -m dpexp mirror {folder}" in printed) is (back == 99)
     if lacks:
         assert MlflowClient(uri()).get_run(run_id).info.status == "RUNNING"
-        assert "as its plan" in costs_in(uri(), "digits")[0].note
+        assert counts() == (6, True)
     dpexp_job("mirror", str(folder))
     assert f"The run {run_id} has all that {folder} has." in capsys.readouterr().out.replace("\n", "")
     found = agrees(folder, uri, "FINISHED")
     assert found["tags"][COUNTS_AS] == LEDGER and len(found["models"]) == 1
-    for store in (uri(), uri("FINISHED")):
-        (cost,) = costs_in(store, "digits")
-        assert len(cost.ledger) == 6 and not cost.note
+    assert counts() == counts("FINISHED") == (6, False)
 
 
-def test_a_job_without_a_store_leaves_the_same_record_which_a_store_and_a_logger_get(dpexp_job, uri, tmp_path):
+def test_a_job_without_a_store_leaves_the_same_record_which_a_store_and_a_logger_get(dpexp_job, uri, counts, tmp_path):
     folder = dpexp_job(*QUICK, "tracking=none", "logger=csv")
     (file,) = folder.glob("csv/*/metrics.csv")
     assert "epsilon" in file.read_text().splitlines()[0] and not (folder / RUN).exists()
@@ -122,9 +131,8 @@ def test_a_job_without_a_store_leaves_the_same_record_which_a_store_and_a_logger
     found = told(uri("later"), tmp_path / "later")
     assert found["status"] == "FINISHED" and found["files"][LEDGER] == (folder / LEDGER).read_bytes()
     assert {"epsilon", "epsilon_planned", "test_accuracy"} <= {name for name, *_ in found["history"]}
-    assert {"plan.json", "epsilon.png", "result.json"} <= {*found["files"]}
-    (cost,) = costs_in(uri("later"), "digits")
-    assert cost.ledger == ledger_so_far(folder / LEDGER) and not cost.note
+    assert {"plan.json", "epsilon.png", "result.json", "config.yaml", "overrides.yaml"} <= {*found["files"]}
+    assert counts("later") == (6, False)
 
 
 def kill_after(owner, name, number):
@@ -145,13 +153,12 @@ def kill_after(owner, name, number):
     ids=lambda call: call[1],
 )  # fmt: skip
 def test_a_job_that_was_killed_outright_is_mirrored_as_it_was_and_again_once_it_has_gone_on(
-    forked, dpexp_job, tmp_path, uri, call
+    forked, dpexp_job, tmp_path, uri, counts, call
 ):
     job = forked(*QUICK, "checkpoint.every_n_rounds=1", first=(kill_after, *call))
     said = job.ended()
     assert job.exitcode == -signal.SIGKILL, said
-    (cost,) = costs_in(uri(), "digits")
-    assert len(cost.ledger) == 6 and "as its plan" in cost.note
+    assert counts() == (6, True)
     (path,) = tmp_path.glob(f"outputs/*/*/{RUN}")
     folder = path.parent
     mirror_folder(folder, None)
@@ -159,17 +166,15 @@ def test_a_job_that_was_killed_outright_is_mirrored_as_it_was_and_again_once_it_
     assert finished or call[1] != "set_terminated"
     if (folder / LEDGER).exists():
         agrees(folder, uri, "FINISHED" if finished else "KILLED")
-    (cost,) = costs_in(uri(), "digits")
-    assert len(cost.ledger) == 6 and bool(cost.note) is not finished
+    assert counts() == (6, not finished)
     if (folder / "last.ckpt").exists():
         dpexp_job("resume", str(folder))
         found = agrees(folder, uri, "FINISHED")
-        (cost,) = costs_in(uri(), "digits")
-        assert cost.ledger == ledger_so_far(folder / LEDGER) and not cost.note
+        assert counts() == (len(ledger_so_far(folder / LEDGER)), False)
         assert "dpexp.error" not in found["tags"]
 
 
-def test_a_job_that_can_go_on_is_mirrored_to_no_store_that_would_not_know_of_it(tmp_path, dpexp_job, uri):
+def test_a_job_that_can_go_on_is_mirrored_to_no_store_that_would_not_know_of_it(tmp_path, dpexp_job, uri, counts):
     for own in ("null", uri("own")):
         folder = made_job(tmp_path / own[:4], "data.id=digits", f"tracking.uri={own}")
         (folder / "last.ckpt").touch()
@@ -178,18 +183,18 @@ def test_a_job_that_can_go_on_is_mirrored_to_no_store_that_would_not_know_of_it(
     mirror_folder(folder, None)  # to its own, where it goes on
     (folder / "last.ckpt").unlink()
     mirror_folder(folder, uri("another"))
-    assert lengths(costs_in(uri("another"), "digits")) == [3]
+    assert counts("another") == (3, False)
 
 
 @pytest.mark.usefixtures("dpexp_job")
-def test_an_earlier_copy_of_a_folder_takes_nothing_back(tmp_path, uri):
+def test_an_earlier_copy_of_a_folder_takes_nothing_back(tmp_path, counts):
     """Its ledger shows that, or only its run: its job went on elsewhere, for rounds that no store knows yet."""
     folder = tracked_job(tmp_path / "job", "data.id=digits", rounds=6)
     whole = (folder / LEDGER).read_bytes()
     first_lines(folder / LEDGER, 4)
     with pytest.raises(ConfigError, match=r"lacks rounds that the ledger of its run .* in MLflow holds"):
         mirror_folder(folder, None)
-    assert lengths(costs_in(uri(), "digits")) == [6]
+    assert counts() == (6, False)
     (folder / LEDGER).write_bytes(whole)
     client, run_id = store_of(tmp_path), (folder / RUN).read_text()
     for tag, value in {"dpexp.pid": "1", "dpexp.host": "far", START_TAG: "5a", COUNTS_AS: PLANNED_LEDGER}.items():
