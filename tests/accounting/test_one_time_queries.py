@@ -136,15 +136,16 @@ def test_pure_dp_is_gaussian_dp(pure):
 
 
 def test_lines_in_a_ledger(tmp_path, read_lines):
-    ledger = write_run(tmp_path / "l.jsonl", ledger_of(gaussian(7.0), CLASSES, training=2)).ledger
-    assert read_ledger(tmp_path / "l.jsonl") == ledger
-    assert (len(ledger), ledger.training_rounds) == (4, 2)
-    header, first, _, second, *_ = read_lines(tmp_path / "l.jsonl")
+    path = tmp_path / "l.jsonl"
+    ledger = write_run(path, ledger_of(gaussian(7.0), CLASSES, training=2)).ledger
+    assert read_ledger(path) == ledger and (len(ledger), ledger.training_rounds) == (4, 2)
+    header, first, _, second, *_ = read_lines(path)
     assert header["sampling"] == {"policy": "poisson", "n": 60_000, "q": [0.01]}
-    pca = {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": math.sqrt(2), "scale": 7.0}
-    assert first["queries"] == [pca] and first["sampling"] == {"policy": "all", "q": 1.0, "n": 60_000}
-    classes = {"query": "classes", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 10.0}
-    assert second["queries"] == [classes]
+    assert first["sampling"] == {"policy": "all", "q": 1.0, "n": 60_000}
+    assert [first["queries"], second["queries"]] == [
+        [{"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": math.sqrt(2), "scale": 7.0}],
+        [{"query": "classes", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 10.0}],
+    ]
 
 
 @pytest.mark.parametrize("sampling, others", [(POISSON, ()), (EVERYONE, TRAINING.queries)])

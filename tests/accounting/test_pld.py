@@ -20,7 +20,6 @@ from tests.extended import extended, poisson
     "z, q, rounds, d, h, width",
     [
         (1.0, 1e-4, 5000, 1e-11, 2e-5, 1.5),  # one lucky sample makes the tail
-        (0.5, 1e-3, 100, 1e-12, 1e-4, 30.0),
         (3.0, 0.01, 100_000, 1e-12, 1e-4, 20.0),
         (2.0, 0.3, 3, 1e-9, 1e-4, 10.0),
     ],

@@ -51,10 +51,14 @@ def test_one_of_two_rounds_is_the_integral(z, at):
             assert exact * (1 - 1e-9) <= direction.delta(at, 0.0) <= exact * 1.002
 
 
-@pytest.mark.parametrize(("z", "steps", "epochs", "delta"), [(1.0, 8, 3, 1e-3), (0.6, 5, 1, 1e-3), (2.0, 30, 4, 1e-2)])
-def test_a_simulation_agrees(z, steps, epochs, delta):
+@pytest.mark.parametrize(
+    ("z", "steps", "epochs", "delta", "samples"),
+    [(1.0, 8, 3, 1e-3, 200_000), (0.6, 5, 1, 1e-3, 200_000), (2.0, 30, 4, 1e-2, 60_000)],
+)
+def test_a_simulation_agrees(z, steps, epochs, delta, samples):
+    """A δ that is a quarter off is found, since the simulation's error is below 6 % of it."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((200_000, epochs, steps)) / z
+    x = rng.standard_normal((samples, epochs, steps)) / z
 
     def log_ratio(x):
         return np.log(np.exp(x - 0.5 / z**2).mean(axis=2)).sum(axis=1)
@@ -86,7 +90,7 @@ def test_a_ledger_costs_what_pld_accounting_says(z, steps, selected, epochs, del
     assert low <= epsilon(Ledger("add_remove", dict.fromkeys(firsts, 1)), delta) <= high
 
 
-@pytest.mark.parametrize("z, steps", [*itertools.product((0.1, 2.0, 50.0), (2, 7)), (0.1, 300), (1e5, 300)])
+@pytest.mark.parametrize("z, steps", [*itertools.product((0.1, 2.0, 50.0), (2, 7)), (1e5, 300)])
 def test_masses_are_those_of_a_pair(z, steps):
     """Each has mass 1, and what P has above Q is what Q has below P."""
     removed, added = RandomAllocationPair(z, steps), RandomAllocationPair(z, steps, False)
@@ -100,7 +104,7 @@ def test_masses_are_those_of_a_pair(z, steps):
 
 
 @settings(deadline=None, max_examples=3, derandomize=True, database=None)
-@given(st.floats(0.3, 20), st.integers(2, 16), st.integers(1, 10), st.sampled_from([1e-3, 1e-6]))
+@given(st.floats(0.3, 20), st.integers(2, 8), st.integers(1, 10), st.sampled_from([1e-3, 1e-6]))
 def test_it_costs_less_than_one_full_round_an_epoch_and_falls_with_noise_and_steps(z, steps, epochs, delta):
     found = loss_of(z, steps, epochs).epsilon(delta)
     assert found <= GaussianMechanism(math.sqrt(epochs) / z).epsilon(delta)

@@ -96,10 +96,10 @@ def test_trials_are_named_by_what_differs_and_their_sweep_has_the_parameters_tha
     (parent,) = [one for one in found if "dpexp.sweep_hash" in one.data.tags]
     assert parent.info.run_name.startswith("seed=1,2, ") and "root=http://me:…@host/x" in parent.info.run_name
     found.remove(parent)
-    names, (rest, other) = zip(*sorted(one.info.run_name.split(", ", 1) for one in found), strict=True)
-    assert names == ("seed=1", "seed=2") and rest == other and "steps=4, z=1.0, " in rest
-    first, second = (one.data.params.items() for one in found)
-    assert parent.data.params.items() == first & second
+    (*first, rest), (*second, other) = sorted(one.info.run_name.split(", ", 2) for one in found)
+    assert (first, second) == (["logistic", "seed=1"], ["logistic", "seed=2"])
+    assert rest == other and "steps=4, z=1.0, " in rest
+    assert parent.data.params.items() == found[0].data.params.items() & found[1].data.params.items()
     assert parent.data.params["sampling.steps"] == "4" and "seed" not in parent.data.params
 
 

@@ -187,18 +187,14 @@ def test_of_sigkill_the_next_run_in_the_store_tells(tmp_path, empty_store):
     dead.start()
     dead.join()
     (tmp_path / "result.json").write_text('{"configuration": "…"}')
-
-    def begun(host, pid, output):
-        tags = {"dpexp.host": host, "dpexp.pid": str(pid), "dpexp.output": str(output)}
-        return client.create_run(experiment, tags=tags).info.run_id
-
-    own = os.getpid()
-    ids = [
-        begun(HOST, dead.pid, "gone"),
-        begun(HOST, dead.pid, tmp_path),
-        begun(HOST, own, ""),
-        begun("far", dead.pid, ""),
-    ]
+    began = (
+        (HOST, dead.pid, "gone"),
+        (HOST, dead.pid, tmp_path),
+        (HOST, os.getpid(), "gone"),
+        ("far", dead.pid, "gone"),
+    )
+    tags = [dict(zip(("dpexp.host", "dpexp.pid", "dpexp.output"), map(str, facts), strict=True)) for facts in began]
+    ids = [client.create_run(experiment, tags=own).info.run_id for own in tags]
     end_dead_runs(client, experiment)
     found = [client.get_run(run_id) for run_id in ids]
     assert [run.info.status for run in found] == ["KILLED", "FINISHED", "RUNNING", "RUNNING"]
