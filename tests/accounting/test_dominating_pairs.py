@@ -120,29 +120,3 @@ def test_a_maximum_that_never_binds_costs_nothing(maximum):
     plain = epsilon(ledger(1.0, 0.1, 50, "poisson", "replace_null"), 1e-6)
     run = ledger(1.0, 0.1, 50, "truncated_poisson", "replace_null", maximum=maximum)
     assert epsilon(run, 1e-6) == pytest.approx(plain, rel=1e-12)
-
-
-@pytest.mark.parametrize("run", [(1.0, 0.1, 30), (8.0, 0.5, 100)])
-@pytest.mark.parametrize("d", [1e-4, 1e-8])
-def test_replacing_a_sampled_record_costs_more_than_removing_it_and_less_than_without_sampling(run, d):
-    z, _, rounds = run
-    removed, full = ledger(*run), ledger(z, 1.0, rounds, "all", "replace_one")
-    assert epsilon(removed, d) < epsilon(ledger(*run, "poisson", "replace_one"), d) < epsilon(full, d)
-
-
-def test_no_two_records_are_easier_to_tell_apart_than_opposite_ones():
-    """Lebeda et al. 2025, proposition 13, in the plane, for every α: neighbours x and y with ‖x‖, ‖y‖ <= S = 1/2."""
-    z, q, random = 0.4, 0.3, np.random.default_rng(0)
-    grid = np.linspace(-3, 3, 241)
-    plane = grid + 1j * grid[:, None]
-
-    def density(x):
-        both = (np.exp(-(np.abs(plane - mean) ** 2) / (2 * z**2)) for mean in (0, x))
-        return np.tensordot([1 - q, q], [*both], 1) / (2 * math.pi * z**2)
-
-    bound = on_grid(PoissonPair(z, q, 0.5))
-    for _ in range(40):
-        angles = random.uniform(0, 2 * math.pi, 2)
-        p, r = map(density, 0.5 * np.sqrt(random.uniform(0.2, 1, 2)) * np.exp(1j * angles))
-        for e in (-1.0, -0.2, 0.0, 0.1, 0.5, 1.5):
-            assert np.maximum(p - math.exp(e) * r, 0).sum() * (grid[1] - grid[0]) ** 2 <= bound(e) + 1e-9

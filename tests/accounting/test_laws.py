@@ -33,7 +33,7 @@ def test_epsilon_is_monotone(policy, adjacency, accountant):
     """`pld` within 1e-4, the precision of its grids; the others within 1e-6. Across the ends of the scale."""
     tolerance = 1e-4 if accountant == "pld" else 1e-6
     plain = policy == "poisson" and adjacency == "add_remove" and accountant != "pld"  # which takes no time
-    points = 50 if plain else 4 if policy in ("all", "cyclic_poisson") else 12
+    points = 50 if plain else 3 if policy in ("all", "cyclic_poisson") else 6
 
     def cost(z, q, rounds, delta):
         q = min(q, 1 / 2) if policy == "cyclic_poisson" else round(q * N) / N if policy == "fixed_size" else q

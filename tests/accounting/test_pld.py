@@ -20,7 +20,6 @@ from tests.extended import extended, poisson
     "z, q, rounds, d, h, width",
     [
         (1.0, 1e-4, 5000, 1e-11, 2e-5, 1.5),  # one lucky sample makes the tail
-        (0.5, 1e-3, 100, 1e-12, 1e-4, 30.0),
         (3.0, 0.01, 100_000, 1e-12, 1e-4, 20.0),
         (2.0, 0.3, 3, 1e-9, 1e-4, 10.0),
     ],
@@ -45,7 +44,7 @@ def test_the_gaussian_mechanism_at_every_delta(mu, d, rounds):
 
 def test_delta_down_to_next_to_nothing():
     run = ledger(1.0, 0.01, 1000)
-    deltas = [delta(run, e) for e in np.linspace(0, 60, 25)]
+    deltas = [delta(run, e) for e in np.linspace(0, 60, 9)]
     assert all(0 < b < a for a, b in itertools.pairwise(deltas)) and deltas[-1] < 1e-200
     assert epsilon(run, deltas[-1]) == pytest.approx(60, rel=1e-6)
 
@@ -64,7 +63,7 @@ def test_the_error_that_a_convolution_states_holds(few, monkeypatch):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("z", [0.03, 1e-3, 1e-5])
+@pytest.mark.parametrize("z", [0.03, 1e-5])
 def test_with_next_to_no_noise_only_the_number_of_samples_counts(z, accountant):
     """Who also sees which samples have the record, k of them, has δ = Σ P(k) δ_k. All that this adds to a round's loss
     is at most -log q, or -log(1-q)."""

@@ -5,8 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PLD_accounting import gaussian_allocation_epsilon_range
 from runs import ledger, round_of
 from scipy.integrate import quad
@@ -43,18 +41,21 @@ def one_of_two(z, at):
 
 
 @pytest.mark.parametrize("z", [0.4, 0.7, 1.0, 3.0])
-@pytest.mark.parametrize("at", [0.05, 0.5, 2.0, 6.0])
-def test_one_of_two_rounds_is_the_integral(z, at):
+def test_one_of_two_rounds_is_the_integral(z):
     loss = loss_of(z, 2, 1)
-    for direction, exact in zip(loss._directions, one_of_two(z, at), strict=True):
-        if exact > 1e-10:
-            assert exact * (1 - 1e-9) <= direction.delta(at, 0.0) <= exact * 1.002
+    for at in (0.05, 0.5, 2.0, 6.0):
+        for direction, exact in zip(loss._directions, one_of_two(z, at), strict=True):
+            assert exact <= 1e-10 or exact * (1 - 1e-9) <= direction.delta(at, 0.0) <= exact * 1.002
 
 
-@pytest.mark.parametrize(("z", "steps", "epochs", "delta"), [(1.0, 8, 3, 1e-3), (0.6, 5, 1, 1e-3), (2.0, 30, 4, 1e-2)])
-def test_a_simulation_agrees(z, steps, epochs, delta):
+@pytest.mark.parametrize(
+    ("z", "steps", "epochs", "delta", "samples"),
+    [(1.0, 8, 3, 1e-3, 200_000), (0.6, 5, 1, 1e-3, 200_000), (2.0, 30, 4, 1e-2, 60_000)],
+)
+def test_a_simulation_agrees(z, steps, epochs, delta, samples):
+    """A δ that is a quarter off is found, since the simulation's error is below 6 % of it."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((200_000, epochs, steps)) / z
+    x = rng.standard_normal((samples, epochs, steps)) / z
 
     def log_ratio(x):
         return np.log(np.exp(x - 0.5 / z**2).mean(axis=2)).sum(axis=1)
@@ -72,8 +73,9 @@ def test_a_simulation_agrees(z, steps, epochs, delta):
 @pytest.mark.parametrize(
     "z, steps, selected, epochs, delta, known",
     [
-        (1.0, 8, 1, 1, 1e-4, None), (2.0, 12, 5, 3, 1e-5, None),
-        # Many epochs, as computed by its version 2.0 (Feldman & Shenfeld 2026, arXiv 2602.17284), which takes minutes
+        (1.0, 8, 1, 1, 1e-4, None),
+        # As computed by its version 2.0 (Feldman & Shenfeld 2026, arXiv 2602.17284), which takes up to minutes
+        (2.0, 12, 5, 3, 1e-5, (6.1243, 6.0347)),
         (1.0, 100, 1, 10, 1e-5, (1.740, 1.664)), (2.0, 117, 1, 40, 1e-5, (1.208, 1.156)),
     ],
 )  # fmt: skip
@@ -86,9 +88,7 @@ def test_a_ledger_costs_what_pld_accounting_says(z, steps, selected, epochs, del
     assert low <= epsilon(Ledger("add_remove", dict.fromkeys(firsts, 1)), delta) <= high
 
 
-@pytest.mark.parametrize(
-    "z, steps", [*itertools.product((0.1, 0.5, 2.0, 50.0, 1e5), (2, 7)), (0.1, 300), (2.0, 300), (1e5, 300)]
-)
+@pytest.mark.parametrize("z, steps", [*itertools.product((0.1, 2.0, 50.0), (2, 7)), (1e5, 300)])
 def test_masses_are_those_of_a_pair(z, steps):
     """Each has mass 1, and what P has above Q is what Q has below P."""
     removed, added = RandomAllocationPair(z, steps), RandomAllocationPair(z, steps, False)
@@ -101,8 +101,7 @@ def test_masses_are_those_of_a_pair(z, steps):
     assert removed.reverse == added and added.reverse == removed
 
 
-@settings(deadline=None, max_examples=4)
-@given(st.floats(0.3, 20), st.integers(2, 16), st.integers(1, 50), st.sampled_from([1e-3, 1e-6]))
+@pytest.mark.parametrize("z, steps, epochs, delta", [(0.5, 3, 7, 1e-3), (4.0, 8, 2, 1e-6)])
 def test_it_costs_less_than_one_full_round_an_epoch_and_falls_with_noise_and_steps(z, steps, epochs, delta):
     found = loss_of(z, steps, epochs).epsilon(delta)
     assert found <= GaussianMechanism(math.sqrt(epochs) / z).epsilon(delta)

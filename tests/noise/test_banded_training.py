@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.releases import releases
-from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.plan import adaptive_clipping, clipping, groups
@@ -72,15 +71,6 @@ def test_one_band_is_dp_sgd_bit_for_bit(tmp_path):
     assert dpexp.epsilon(poisson, 1e-5) == dpexp.epsilon(cyclic, 1e-5)
 
 
-def test_the_plan_is_what_happens(tmp_path):
-    _, privacy = trained(tmp_path)
-    ledger = read_ledger(tmp_path / "l.jsonl")
-    assert ledger == privacy.plan.ledger() and len(ledger) == 12
-    ((round_, _),) = ledger.rounds.items()
-    assert round_.sampling.policy.partitions == 3 and round_.sampling.first == 0
-    assert [query.bands for query in round_.queries] == [C]
-
-
 def nobody():
     """Records whose gradients are zero: what is released is noise."""
     return DataLoader(TensorDataset(torch.zeros(40, 4, dtype=torch.float64), torch.zeros(40, dtype=torch.long)), 3)
@@ -112,6 +102,9 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
     module = Still()
     plan = still_plan(module, 9, **choices)
     released = fit(plan, module, tmp_path, nobody(), seed=3)
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert "clip_norm" in choices or ledger == plan.ledger(), "the plan is what happens"
+    assert len(ledger) == 9 and {round_.queries[0].bands for round_ in ledger.rounds} == {C}
     groups = [group for now in released.plans for group in now.groups if not group.is_metric]
     sigmas = [group.sigma * group.alphas[0] / (0.1 * 40) for group in groups]
     assert len(sigmas) == 9 and len(set(sigmas)) == (9 if "clip_norm" in choices else 1)
@@ -134,15 +127,6 @@ def test_a_small_case_in_closed_form():
     claimed = dpexp.epsilon(plan.ledger(), 1e-5)
     assert exact_gaussian(worst, 1e-5) <= claimed == pytest.approx(exact_gaussian(math.sqrt(2) / z, 1e-5), rel=1e-9)
     assert worst == pytest.approx(math.sqrt(1 + c[0] ** 2) / z, rel=1e-9), "the last round's column is cut off"
-
-
-@pytest.mark.parametrize("target", [{"epsilon": 3.0, "delta": 1e-5}, {"max_advantage": 0.2}])
-def test_the_noise_is_solved_for(target):
-    plan = plan_of(Model(), n=50_000, q=0.01, steps=100, **CHOICES, **target)
-    if "epsilon" in target:
-        assert 2.997 <= dpexp.epsilon(plan.ledger(), 1e-5) <= 3.0
-    else:
-        assert 0.1998 <= largest_advantage(plan.ledger()) <= 0.2
 
 
 def test_a_resume_begins_a_new_block(tmp_path):
@@ -225,6 +209,7 @@ def test_auto_takes_the_bands_of_the_least_error(epsilon, batch, least, most):
     found = plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Banded())
     b = len(found.bands)
     assert least <= b <= most and found.sampling.partitions == b
+    assert epsilon * 0.999 <= dpexp.epsilon(found.ledger(), 1e-5) <= epsilon
     others = [plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Banded(k)) for k in (b // 2 or 1, 2 * b)]
     assert error(found, Banded()) <= min(error(other, Banded()) for other in others)
 

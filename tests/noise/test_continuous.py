@@ -54,7 +54,7 @@ words[(1,)](out, state)
 assert out[16:].numpy().tobytes() == {RFC_BLOCK!r}
 
 continuous.PAIRS = 64  # several parts, the last one not whole
-for n, dtype in ((1, torch.float32), (200, torch.float64), (200, torch.float32)):
+for n, dtype in ((1, torch.float32), (130, torch.float64), (130, torch.float32)):
     on_cpu, by_kernel = torch.ones(n, dtype=dtype), torch.ones(n, dtype=dtype)
     continuous.GaussianNoise(KeyStream({RFC_KEY!r}))._add_on_cpu(on_cpu, 3.0, 7.0)
     gaussian_cuda.add_normals(by_kernel, 3.0, 7.0, KeyStream({RFC_KEY!r}), 64)

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import binomtest, chi2, chisquare
 from test_policies import sampler, samples
 
-from dpexp.accounting.sampling import CyclicPoisson, Poisson
+from dpexp.accounting.sampling import CyclicPoisson
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
@@ -107,34 +107,22 @@ def test_parts_are_drawn_independently():
     assert np.var(sizes) == pytest.approx(1000 * 0.25 * 0.75, rel=0.3)
 
 
-def test_one_part_samples_as_poisson_does():
-    plain, stream = Poisson(sampling_rate=0.05), KeyStream.known(0, "sampling", 0)
-    for row in drawn(1):
-        assert [row.nonzero().flatten().tolist()] == plain.draw(240, stream)
-
-
 # Noise
 
 
-def test_the_noise_has_the_law_of_the_inverse():
+def test_each_group_has_noise_of_its_own_with_the_law_of_the_inverse_and_values_independent_noise():
     """Covariance C⁻¹C⁻ᵀ over rounds, of large tensors and of small ones, which are drawn otherwise."""
     c, rounds, d = correlated.optimal(4, 12), 12, 40_000
     noise = CorrelatedNoise(GaussianNoise(KeyStream.known(3, "noise", 0)))
-    large, small = torch.zeros(rounds, d, dtype=torch.float64), torch.zeros(rounds, 2000)
+    kinds = {"one": (3.0, c), "other": (2.0, c), "small": (0.5, c), "value": (1.0, (1.0,))}
+    total = {name: torch.zeros(rounds, d, dtype=torch.float64) for name in kinds} | {"small": torch.zeros(rounds, 2000)}
     for t in range(rounds):
-        noise.add_to([Noisy("large", large[t], 3.0, c), Noisy("small", small[t], 0.5, c)], divisor=2.0)
-    for noises, sigma in ((large, 1.5), (small, 0.25)):
-        assert_law(noises.double().numpy() / sigma, c)
-
-
-def test_groups_have_noise_of_their_own_and_values_independent_noise():
-    c, n = correlated.square_root(3), 20_000
-    noise = CorrelatedNoise(GaussianNoise(KeyStream.known(4, "noise", 0)))
-    drawn_ = {name: torch.zeros(4, n, dtype=torch.float64) for name in "abv"}
-    for t in range(4):
-        noise.add_to([Noisy(name, drawn_[name][t], 1.0, (1.0,) if name == "v" else c) for name in "abv"])
-    every = np.concatenate([toeplitz(c, 4) @ drawn_["a"].numpy(), toeplitz(c, 4) @ drawn_["b"].numpy(), drawn_["v"]])
-    assert np.corrcoef(every) == pytest.approx(np.eye(12), abs=5 / math.sqrt(n))
+        noise.add_to([Noisy(name, total[name][t], *kind) for name, kind in kinds.items()], divisor=2.0)
+    x = {name: total[name].double().numpy() / (sigma / 2) for name, (sigma, _) in kinds.items()}
+    for name, (_, bands) in kinds.items():
+        assert_law(x[name], bands)
+    white = np.concatenate([toeplitz(kinds[name][1], rounds) @ x[name] for name in ("one", "other", "value")])
+    assert np.corrcoef(white) == pytest.approx(np.eye(3 * rounds), abs=5 / math.sqrt(d))
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps, lambda noise: torch.save(noise, io.BytesIO())])

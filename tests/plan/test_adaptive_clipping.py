@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import plan_of, trainer
 from reference import clipped_sums, cross_entropy, record, stacked
-from runs import round_of
+from test_callback import Data, Model, plan_for
 from torch import nn
 
 import dpexp
@@ -84,23 +84,26 @@ def choices(kind, bound):
 
 
 @pytest.mark.parametrize("kind", ["separate", "joint", "by group"])
-def test_bounds_move_as_the_paper_says(kind, tmp_path):
+def test_bounds_move_as_the_paper_says_and_sums_are_clipped_to_those_of_their_round(kind, tmp_path):
     """By hand, from norms of one record at a time; almost without noise."""
-    net = model()
-    gamma = {"0": 0.25, "2": 0.75} if kind == "separate" else {"0": 0.6, "2": 0.6}
-    bound = AdaptiveClipNorm(
-        initial=0.3, target_quantile=gamma if kind == "separate" else 0.6, learning_rate=0.5, budget_share=0.1
-    )
+    net, gamma = model(), {"0": 0.25, "2": 0.75} if kind == "separate" else {"0": 0.6, "2": 0.6}
+    quantile = gamma if kind == "separate" else 0.6
+    bound = AdaptiveClipNorm(initial=0.3, target_quantile=quantile, learning_rate=0.5, budget_share=0.1)
     options, *metrics = choices(kind, bound)
     made, norms = plan(net, steps=6, **options), norms_by_hand(net)
     expected = {"0": 0.3, "2": 0.3}
-    for now, _, found in carried_out(made, net, tmp_path / "ledger"):
+    rounds = [*carried_out(made, net, tmp_path / "ledger")]
+    for now, _, found in rounds:
         shown = dict(AdaptiveState(made.adaptive).clip_norms(now))
         for metric, (name, S) in zip(metrics, expected.items(), strict=True):
             assert shown[metric] == pytest.approx(S, rel=1e-5)
             fraction = float((norms[name] <= S).sum() - B / 2) / (Q * N) + 0.5
             assert found[name] == pytest.approx(fraction, abs=1e-5)
             expected[name] = S * math.exp(-0.5 * (fraction - gamma[name]))
+    now, released, _ = rounds[-1]
+    of_gradients = SimpleNamespace(groups=now.groups[:-1])
+    for name, total in clipped_sums(of_gradients, net, lambda one: cross_entropy(net, one), data(), B).items():
+        torch.testing.assert_close(released[name] * Q * N, total, atol=1e-5, rtol=0)
 
 
 def test_two_adaptive_norms_have_their_own_rates_and_shares():
@@ -108,16 +111,6 @@ def test_two_adaptive_norms_have_their_own_rates_and_shares():
     made = plan(model(), group=per_layer(), clip_norm=rules)
     assert [member.learning_rate for member in made.adaptive.members] == [0.1, 0.2]
     assert [group.share for group in made.groups] == pytest.approx([0.35, 0.35, 0.3])
-
-
-@pytest.mark.parametrize("kind", ["separate", "joint", "by group"])
-def test_sums_are_clipped_to_the_bounds_of_their_round(kind, tmp_path):
-    net = model()
-    options, *_ = choices(kind, AdaptiveClipNorm(initial=0.3, learning_rate=1.0, budget_share=0.1))
-    *_, (now, released, _) = carried_out(plan(net, steps=3, **options), net, tmp_path / "ledger")
-    of_gradients = SimpleNamespace(groups=now.groups[:-1])
-    for name, total in clipped_sums(of_gradients, net, lambda one: cross_entropy(net, one), data(), B).items():
-        torch.testing.assert_close(released[name] * Q * N, total, atol=1e-5, rtol=0)
 
 
 def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
@@ -135,13 +128,13 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
 
 
 def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
-    net, common = model(), {"q": 0.09, "steps": 400, "noise_multiplier": 0.5}
+    net, common = model(), {"q": 0.09, "steps": 240, "noise_multiplier": 0.5}
     made = plan(net, clip_norm=AdaptiveClipNorm(initial=50, budget_share=0.3), **common)
     S = [now.groups[0].S for now, _, _ in carried_out(made, net, tmp_path / "ledger")]
     whole = np.sort(np.hypot(*norms_by_hand(net).values()))
-    assert S[0] == 50 and whole[2] < np.median(S[200:]) < whole[6]
+    assert S[0] == 50 and whole[2] < np.median(S[120:]) < whole[6]
     ledger = read_ledger(tmp_path / "ledger")
-    assert len(ledger.rounds) > 300, "S differs from round to round"
+    assert len(ledger.rounds) > 180, "S differs from round to round"
     assert len(releases(ledger)) == 1
     found, planned, fixed = (epsilon(one, 1e-4) for one in (ledger, made.ledger(), plan(net, **common).ledger()))
     assert found == pytest.approx(planned, rel=1e-9) and found == pytest.approx(fixed, rel=1e-6)
@@ -152,11 +145,6 @@ def test_rounds_whose_ratios_differ_by_rounding_are_of_one_kind_and_cost_no_less
     rounds = {Round(SAMPLING, (SumQueryEvent("all", S, S * ratio),)): 1 for S in bounds}
     (found,) = releases(Ledger("add_remove", rounds)).items()
     assert found[1] == len(rounds) and found[0].z == min(round_.z("add_remove") for round_ in rounds)
-
-
-def test_rounds_that_differ_are_not_taken_together():
-    rounds = {round_of(z): k for k, z in enumerate((1.0, 1 + 1e-9, 2.0), 1)}
-    assert sorted(releases(Ledger("add_remove", rounds)).values()) == [1, 2, 3]
 
 
 def test_the_last_digits_of_a_norm_decide_over_little():
@@ -189,16 +177,12 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path, recwarn, initia
 
 
 def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from dpexp.training.classifier import Classifier
-
     def fit(steps, resume=None):
-        module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
-        plan = plan_of(module, n=20, q=0.5, steps=6, noise_multiplier=1.0, clip_norm=AdaptiveClipNorm())
+        module = Model()
+        plan = plan_for(module, steps=6, clip_norm=AdaptiveClipNorm())
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
         run = trainer(callback, max_steps=steps)
-        run.fit(module, DataLoader(TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))), ckpt_path=resume)
+        run.fit(module, Data(), ckpt_path=resume, weights_only=False if resume else None)
         run.save_checkpoint(tmp_path / "checkpoint")
         return callback
 

@@ -49,7 +49,8 @@ def squares(module, one):
 RECORDS = st.lists(st.lists(st.floats(width=32), min_size=4, max_size=4), min_size=2, max_size=5)
 
 
-@settings(max_examples=14, deadline=None, phases=[Phase.reuse, Phase.generate])  # to shrink takes minutes
+# To shrink takes minutes.
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(by_group(MECHANISMS), by_group(CLIP_NORMS), by_group(RULES + WRONG), RECORDS, st.data())
 def test_a_record_moves_each_groups_sum_by_at_most_its_own_s(mechanism, clip_norm, clip_rule, records, data):
     """In every round of a schedule, whatever the record and the rule."""
@@ -100,18 +101,6 @@ def test_a_groups_default_is_that_of_its_mechanism(first, last):
         model(), n=100, q=0.1, steps=9, noise_multiplier=1.0, group=GROUP, mechanism=mechanism, vectors="parameter"
     )
     assert [group.S for group in plan.groups] == pytest.approx([ROOTS[first], ROOTS[last]])
-
-
-def test_equal_scales_are_separate_clipping_to_the_norm_times_the_scale():
-    """The sentence of docs/clipping.md."""
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
-    common = {"group": GROUP, "vectors": "parameter"}
-    alpha, S = 0.3, 0.7
-    joint = engine_of(model(), S=S, mechanism=Joint(FixedClipNorm(alpha)), **common)
-    apart = engine_of(model(), S=alpha * S, mechanism=Separate(), **common)
-    found, expected = (sums_of(engine, squares, x) for engine in (joint, apart))
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=0) for name in found)
 
 
 @pytest.mark.parametrize(

@@ -26,32 +26,28 @@ def test_a_lock_says_what_it_is_waited_for_and_what_to_do(tmp_path, monkeypatch)
         pass
 
 
-def written(uri, folder, barrier, codes):
+def written(uri, folder, barrier, missed):
     barrier.wait(60)
     client, experiment = open_store(Tracking(uri, str(folder)))
     job = Job(folder, client, experiment)
     job.mirror.follow()
-    for step in range(500):
+    for step in range(200):
         job.record.metrics({"a": float(step)}, step)
     job.mirror.close({"status": "FINISHED"}, patience=60)
-    codes.put(job.mirror.missed)
+    missed.put(job.mirror.missed)
 
 
 def test_processes_write_at_once_into_a_store_that_none_has_used_before(tmp_path, empty_store):
     uri, count = f"sqlite:///{tmp_path}/new/mlflow.db", 3
-    barrier, codes = FORK.Barrier(count), FORK.Queue()
-    writers = [FORK.Process(target=written, args=(uri, tmp_path / str(k), barrier, codes)) for k in range(count)]
-    for writer in writers:
-        writer.start()
-    assert [codes.get(timeout=120) for _ in writers] == [None] * count
-    for writer in writers:
-        writer.join(60)
+    barrier, missed = FORK.Barrier(count), FORK.Queue()
+    for k in range(count):
+        FORK.Process(target=written, args=(uri, tmp_path / str(k), barrier, missed)).start()
+    assert [missed.get(timeout=120) for _ in range(count)] == [None] * count
     client = MlflowClient(tracking_uri=uri)
     runs = client.search_runs(["1"])
-    assert len(runs) == count and {run.info.status for run in runs} == {"FINISHED"}
+    assert [run.info.status for run in runs] == ["FINISHED"] * count
     for run in runs:
-        points = client.get_metric_history(run.info.run_id, "a")
-        assert [point.value for point in points] == list(range(500))
+        assert [point.value for point in client.get_metric_history(run.info.run_id, "a")] == [*range(200)]
 
 
 def test_an_experiment_that_another_job_makes_meanwhile_is_found(tmp_path, empty_store, monkeypatch):
