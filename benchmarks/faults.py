@@ -211,7 +211,7 @@ FAULTS = [
     fault("strips of a Gram matrix count once", ROUNDING, ".sum(2), alpha=2)", ".sum(2), alpha=1)",
           "norms factors -k 'gram or method'"),
     fault("norms follow autocast", ROUNDING, "torch.autocast(device.type, enabled=False)",
-          "torch.autocast(device.type, enabled=True)", "one_record clipped_sums -k autocast"),
+          "torch.autocast(device.type, enabled=True)", "half_precision clipped_sums -k 'of_a_step or autocast'"),
     # Lifting
     fault("numbers are drawn once for all records", LIFTED, "ignores = getattr(node",
           "ignores = False and getattr(node", "ordinary_steps -k own"),

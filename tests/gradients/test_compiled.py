@@ -176,24 +176,20 @@ def test_no_record_writes_to_another_by_a_pool_of_masked_places(dims, conv, pool
 @needs_compiler
 def test_all_factors_of_norms_are_computed_once():
     """Computed indices, too: computed twice, they may differ."""
+    module = nn.Module()
+    module.table, module.bias = nn.Embedding(400, 30), nn.Parameter(torch.ones(9))
 
-    class Computed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.bias = nn.Embedding(400, 30), nn.Parameter(torch.ones(9))
+    def loss(m, x):
+        index = torch.where(x.exp() > 1.1, 3, 5)
+        return m.table(index).square().sum() + (F.relu((x[:, :3] + m.bias[:3]).exp() - 1) * 9).sum()
 
-        def forward(self, x):
-            index = torch.where(x.exp() > 1.1, 3, 5)
-            return self.table(index).square().sum() + (F.relu((x[:, :3] + self.bias[:3]).exp() - 1) * 9).sum()
-
-    engine = engine_of(Computed())
-    sums_of(engine, nn.Module.__call__, torch.randn(N, 12))
+    engine = engine_of(module)
+    sums_of(engine, loss, torch.randn(N, 12))
     if torch.__version__ < "2.10":  # whose compiled sums of embeddings are wrong, as is found before the first round
         assert "not compiled: the sums' relative error is" in reason_of(engine)
         return
-    pure = functional(engine, torch.randn(18, 12))
-    marked = [node.args[0].meta["val"] for node in pure.graph.nodes if node.target is MARK]
-    assert {value.dtype for value in marked} == {torch.float32, torch.int64, torch.bool}
+    marked = [node.args[0] for node in functional(engine, torch.randn(18, 12)).graph.nodes if node.target is MARK]
+    assert {node.meta["val"].dtype for node in marked} == {torch.float32, torch.int64, torch.bool}
 
 
 # The decision

@@ -13,7 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from plans import plan_of, trainer
-from test_isolation import Everything
+from test_isolation import Everything, Released
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric, Metric
@@ -172,7 +172,7 @@ case("a tensor that counts in the loss", ASSUMED, start=own(lambda: torch.zeros(
      factor=lambda m, x: put(m, m.state + 1))
 case("a counter that nobody reads", TRACED, "training_step sets self.state", also=LOOP, start=own(int),
      factor=lambda m, x: done(put(m, m.state + 1)))
-case("a mask made for the first record", TRACED, also=LOOP, start=own(lambda: None),
+case("a mask made for the first record", TRACED, start=own(lambda: None),
      factor=lambda m, x: (put(m, torch.ones(3)) if m.state is None else m.state).mean())
 case("a mask kept of the first record", REFUSED, SETS, start=own(lambda: None),
      factor=lambda m, x: (put(m, x.detach()) if m.state is None else m.state).mean())
@@ -184,18 +184,18 @@ case("a factor by self.current_epoch", TRACED, "", lambda t, x, y: (1 + t // 3) 
      factor=lambda m, x: 1.0 + m.current_epoch)
 case("by self.global_step", LOOP, "changes within an epoch", lambda t, x, y: (1 + t) * y,
      factor=lambda m, x: 1.0 + m.global_step)
-case("by an attribute set in on_train_epoch_start", TRACED, "", lambda t, x, y: (1 + t // 3) * y, also=LOOP,
+case("by an attribute set in on_train_epoch_start", TRACED, "", lambda t, x, y: (1 + t // 3) * y,
      factor=lambda m, x: m.state, on_train_epoch_start=lambda m: put(m, 1.0 + m.current_epoch))
 case("by an attribute set in on_train_batch_start", LOOP, "in every round", lambda t, x, y: (1 + t) * y, rounds=6,
      factor=lambda m, x: m.state, on_train_batch_start=lambda m, *_: put(m, 1.0 + m.global_step))
 case("by a submodule, which a hook replaces in each round", TRACED, "",
-     lambda t, x, y: y - max(t, 0.5) * x.sum(), own(teacher), also=LOOP, factor=done, target=lambda m, x: m.state(x),
+     lambda t, x, y: y - max(t, 0.5) * x.sum(), own(teacher), factor=done, target=lambda m, x: m.state(x),
      on_train_batch_end=lambda m, *_: setattr(m, "state", teacher(float(m.global_step))))
 case("by a network in a list, which a hook replaces between epochs", TRACED, "",
      lambda t, x, y: y - (1 + t // 3) * x.sum(), own(lambda: [teacher()]), also=LOOP, factor=done,
      target=lambda m, x: m.state[0](x),
      on_train_epoch_start=lambda m: put(m, [teacher(1.0 + m.current_epoch)]))
-case("by a tensor, changed in place by a hook", TRACED, "", lambda t, x, y: (1 + t) * y, also=LOOP,
+case("by a tensor, changed in place by a hook", TRACED, "", lambda t, x, y: (1 + t) * y,
      start=own(lambda: torch.ones(())), factor=lambda m, x: m.state, on_train_batch_end=lambda m, *_: m.state.add_(1))
 case("by the learning rate of self.optimizers()", LOOP, "changes within an epoch", lambda t, x, y: 0.5**t * y,
      factor=lambda m, x: m.optimizers().param_groups[0]["lr"])
@@ -221,7 +221,7 @@ def clamp(m, x):
 case("loggers told", TRACED, "is dropped: a, b, loss", also=LOOP, factor=tell)
 case("a record written to a file, which is the user's", LOOP, "(__format__)",
      factor=lambda m, x: done(Path(HELD.folder, "record").write_text(f"{x.sum()}")))
-case("trainer.should_stop", TRACED, also=LOOP, factor=lambda m, x: done(put(m.trainer, True, "should_stop")))
+case("trainer.should_stop", TRACED, factor=lambda m, x: done(put(m.trainer, True, "should_stop")))
 case("trainer.datamodule", REFUSED, "reads trainer.datamodule",
      factor=lambda m, x: len(m.trainer.datamodule.x))
 case("trainer.train_dataloader", REFUSED, "reads trainer.train_",
@@ -240,22 +240,20 @@ case("a weight clamped in place", REFUSED, "weight is changed inside",
      factor=lambda m, x: done(m.net.weight.detach().clamp_(-0.2, 0.2)))
 case("requires_grad set", REFUSED, "ceased to be", also=REFUSED,
      factor=lambda m, x: done(m.net.bias.requires_grad_(False)))
-case("self.eval()", TRACED, also=LOOP, start=own(nn.Dropout), factor=lambda m, x: m.eval().state(torch.ones(1)))
+case("self.eval()", TRACED, start=own(nn.Dropout), factor=lambda m, x: m.eval().state(torch.ones(1)))
 case("dropout switched off by a hook", TRACED, "", lambda t, x, y: y if t >= 3 else None, own(nn.Dropout), rounds=6,
      also=LOOP, factor=lambda m, x: m.state(torch.ones(1)),
      on_train_epoch_start=lambda m: m.state.train(not m.current_epoch))
 # fmt: on
 
 
-class Watch(pl.Callback):  # keeps the sums that leave, and the records of each sample
+class Watch(Released):  # also keeps the records of each sample
     def __init__(self):
-        self.samples, self.released, self.mode, self.reason = defaultdict(list), [], None, ""
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.released.append(torch.cat([p.grad.flatten() for p in (module.net.weight, module.net.bias)]) * N * Q)
+        super().__init__()
+        self.samples, self.mode, self.reason = defaultdict(list), None, ""
 
     def added(self, engine, add, loss_of, batch, size):
-        self.samples[len(self.released)] += [*batch[0][:, 0]]
+        self.samples[len(self.sums)] += [*batch[0][:, 0]]
         self.mode, self.reason = engine.step.mode, engine.step.reason
         add(engine, loss_of, batch, size)
 
@@ -304,18 +302,18 @@ def test_what_happens_to_a_step_that_breaks_the_contract(what, tmp_path):
     first = job(tmp_path, case, RECORDS)
     assert case.sentence in " ".join(first.said)
     assert bool(first.said[0]) == (case.outcome in (REFUSED, STOPPED)), first.said
-    assert first.committed == len(first.released) == (0 if case.outcome == REFUSED else rounds)
+    assert first.committed == len(first.sums) == (0 if case.outcome == REFUSED else rounds)
     if case.outcome == REFUSED:
         return
     assert first.mode == (TRACED if case.outcome in (TRACED, ASSUMED) else LOOP), first.said
-    for t, released in enumerate(first.released):
+    for t, released in enumerate(first.sums):
         if case.right(t, RECORDS[0], 1.0) is not None:
             assert torch.allclose(released, sum_by_hand(case, first.samples[t], t), atol=1e-6), t
     samples = [first.samples[t] for t in range(rounds)]
     drawn = [[any(torch.equal(one, row) for one in sample) for sample in samples] for row in RECORDS]
     k = next(k for k in range(N) if any(drawn[k]) and not all(drawn[k]))
     second = job(tmp_path, case, torch.where(torch.arange(N)[:, None] == k, -3 * RECORDS, RECORDS))
-    moved = [float((a - b).norm()) for a, b in zip(first.released, second.released, strict=True)]
+    moved = [float((a - b).norm()) for a, b in zip(first.sums, second.sums, strict=True)]
     assert any(moved) and all(moved[t] <= 2.000001 * S * drawn[k][t] for t in range(rounds)), moved
     others = second if first.mode == TRACED else job(tmp_path, case, 2 * RECORDS + 1)
     assert first.left == others.left, "nothing else is kept of the records"
