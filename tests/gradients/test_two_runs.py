@@ -33,7 +33,7 @@ def words():
 
 
 ZOO = sequences.MODELS | written.MODELS
-OF_ZOO = "channels last", "attention with its weights", "tied language model"
+OF_ZOO = "weight-standardized convolutions", "attention with its weights", "tied language model"
 MODELS = {
     "MLP": (classifier, loss_of, rows),
     "dropout": (lambda: classifier(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.3)), loss_of, rows),
