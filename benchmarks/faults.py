@@ -389,7 +389,7 @@ FAULTS = [
     fault("a pool writes to another record in compiled code", "privacy/gradients/lifted.py",
           "aten.max_pool3d_with_indices_backward.default: lambda", "None: lambda", "compiled -k masked"),
     fault("an index of unknown range is compiled", "privacy/gradients/graphs.py",
-          "if self._lifted.unchecked_index is not None:", "if False:", "compiled -k not_known"),
+          "if self._lifted.unchecked_index is not None:", "if False:", "compiled -k reach_another"),
     fault("a policy of one's own costs what it says itself", "accounting/sampling/__init__.py",
           "return sampling_event(**SamplingEvent(policy, n, first if policy.drawn_with else None).facts())",
           "return SamplingEvent(policy, n, first if policy.drawn_with else None)", "options -k derived"),

@@ -30,12 +30,12 @@ from dpexp.privacy.plan import clipping, groups
 class FrozenAndUnused(nn.Module):
     def __init__(self):
         super().__init__()
-        self.frozen, self.half_frozen = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
-        self.half_frozen.weight.requires_grad_(False)
-        self.unused, self.head, self.none = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(0, 3))
+        self.net = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.net[1].weight.requires_grad_(False)
+        self.unused, self.none = nn.Linear(8, 8), nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x):
-        return self.head(torch.relu(self.half_frozen(self.frozen(x)))) + self.none.sum()
+        return self.net(x) + self.none.sum()
 
 
 def drawing():

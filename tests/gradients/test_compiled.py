@@ -112,7 +112,7 @@ NOT_COMPILED = {
     **{function.__name__: (function, "would depend on another record")
        for function in (torch.sin, torch.cos, torch.special.i1e)},
     # With an index out of range, compiled code ends the process, or reads or writes another row.
-    "an index whose range is not_known": (copied_to, "index_copy"),
+    "an index whose range is not known": (copied_to, "index_copy"),
 }  # fmt: skip
 
 
