@@ -211,7 +211,7 @@ FAULTS = [
     fault("strips of a Gram matrix count once", ROUNDING, ".sum(2), alpha=2)", ".sum(2), alpha=1)",
           "norms factors -k 'gram or method'"),
     fault("norms follow autocast", ROUNDING, "torch.autocast(device.type, enabled=False)",
-          "torch.autocast(device.type, enabled=True)", "one_record clipped_sums -k autocast"),
+          "torch.autocast(device.type, enabled=True)", "half_precision clipped_sums -k 'of_a_step or autocast'"),
     # Lifting
     fault("numbers are drawn once for all records", LIFTED, "ignores = getattr(node",
           "ignores = False and getattr(node", "ordinary_steps -k own"),
@@ -389,7 +389,7 @@ FAULTS = [
     fault("a pool writes to another record in compiled code", "privacy/gradients/lifted.py",
           "aten.max_pool3d_with_indices_backward.default: lambda", "None: lambda", "compiled -k masked"),
     fault("an index of unknown range is compiled", "privacy/gradients/graphs.py",
-          "if self._lifted.unchecked_index is not None:", "if False:", "compiled -k not_known"),
+          "if self._lifted.unchecked_index is not None:", "if False:", "compiled -k reach_another"),
     fault("a policy of one's own costs what it says itself", "accounting/sampling/__init__.py",
           "return sampling_event(**SamplingEvent(policy, n, first if policy.drawn_with else None).facts())",
           "return SamplingEvent(policy, n, first if policy.drawn_with else None)", "options -k derived"),

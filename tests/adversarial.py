@@ -45,7 +45,7 @@ RULES = {
     "table, held": (lambda: nn.Embedding(5, 7), 5),
     "table, by positions": (lambda: nn.Embedding(400, 30), 400),
     "convolution, held": (lambda: nn.Conv2d(3, 5, 3), (3, 9, 9)),
-    "convolution, in pieces": (lambda: nn.Conv2d(20, 30, 3), (20, 6, 6)),
+    "convolution, in pieces": (lambda: nn.Conv2d(20, 30, 3), (20, 8, 8)),
     "convolution, by Gram matrices": (lambda: nn.Conv2d(64, 80, 3), (64, 4, 4)),
     "transposed convolution": (lambda: nn.ConvTranspose2d(20, 30, 3), (20, 5, 5)),
     "layer norm": (lambda: nn.LayerNorm(33), (6, 33)),

@@ -1,12 +1,6 @@
-"""Steps that break the contract in ways people do by mistake, and what happens to each.
-
-As a program it prints the table: PYTHONPATH=.:tests python tests/gradients/test_contract.py
-"""
+"""Steps that break the contract in ways people do by mistake, and what happens to each."""
 
 import os
-import random
-import signal
-import tempfile
 import time
 import warnings
 from collections import defaultdict, deque
@@ -19,7 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from plans import plan_of, trainer
-from test_isolation import Everything
+from test_isolation import Everything, Released
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric, Metric
@@ -112,12 +106,16 @@ WAYS = {  # to follow the number of rounds
     "in place": lambda layer, t: layer.weight.mul_(0.5).add_(0.5 * t),
 }
 AVERAGES = [0.5, 0.75, 1.375, 2.1875]
-for _place, (_start, _find) in PLACES.items():
-    for _way, _change in WAYS.items():
-        case(f"a teacher in {_place}, changed {_way} by a hook", TRACED, "",
-             lambda t, x, y, way=_way: y - (AVERAGES[t] if way == "in place" else max(t, 0.5)) * x.sum(), _start,
-             target=lambda m, x, find=_find: find(m)(x),
-             on_train_batch_end=lambda m, *_, find=_find, change=_change: change(find(m), float(m.global_step)))
+ASSIGNED, REPLACED, IN_PLACE = WAYS
+for _place, _way in (
+    ("an attribute", ASSIGNED), ("an attribute", IN_PLACE), ("a list", REPLACED), ("a global", ASSIGNED),
+    ("a global", IN_PLACE),
+):
+    _start, _find = PLACES[_place]
+    case(f"a teacher in {_place}, changed {_way} by a hook", TRACED, "",
+         lambda t, x, y, way=_way: y - (AVERAGES[t] if way == IN_PLACE else max(t, 0.5)) * x.sum(), _start,
+         target=lambda m, x, find=_find: find(m)(x),
+         on_train_batch_end=lambda m, *_, find=_find, way=_way: WAYS[way](find(m), float(m.global_step)))
 SETS, SETS_BUFFER, CHANGED = "training_step sets state", "sets the buffer state", "state is changed inside"
 case("a teacher in a list, changed by the step", REFUSED, "weight is changed inside training_step",
      start=own(lambda: [teacher()]), also=REFUSED,
@@ -143,9 +141,6 @@ class Reader(pl.Callback):
     def on_train_epoch_end(self, trainer, module):
         module.log("mean", torch.stack(module.state).mean())
 
-case("a queue, buffer assigned", REFUSED, SETS_BUFFER, start=buffer(4, 3),
-     factor=lambda m, x: put(m, torch.cat([m.state[1:], x.detach()])).mean())
-case("a queue, buffer in place", REFUSED, CHANGED, start=buffer(3), factor=lambda m, x: m.state.copy_(x[0]).mean())
 case("a queue, list", REFUSED, SETS, start=own(list), factor=queue)
 case("a queue, deque", REFUSED, SETS, start=own(lambda: deque(maxlen=4)), factor=queue)
 case("a hidden state, attribute", REFUSED, SETS, start=own(lambda: torch.zeros(3)), also=REFUSED, factor=mean)
@@ -173,12 +168,11 @@ case("a loss kept in a layer, whose weights a hook reads", TRACED, "sets self.ne
      factor=lambda m, x: done(put(m.net, x.sum(), "kept")), on_train_epoch_end=lambda m: m.net.weight.sum())
 case("a global list of losses, which a hook logs", ASSUMED, start=lambda m: setattr(HELD, "losses", []), also=LOOP,
      factor=lambda m, x: done(HELD.losses.append(x.sum())), on_train_epoch_end=lambda m: m.log("a", HELD.losses[-1]))
-case("a counter in the loss", REFUSED, SETS, start=own(int), factor=lambda m, x: put(m, m.state + 1))
 case("a tensor that counts in the loss", ASSUMED, start=own(lambda: torch.zeros(())),
      factor=lambda m, x: put(m, m.state + 1))
 case("a counter that nobody reads", TRACED, "training_step sets self.state", also=LOOP, start=own(int),
      factor=lambda m, x: done(put(m, m.state + 1)))
-case("a mask made for the first record", TRACED, also=LOOP, start=own(lambda: None),
+case("a mask made for the first record", TRACED, start=own(lambda: None),
      factor=lambda m, x: (put(m, torch.ones(3)) if m.state is None else m.state).mean())
 case("a mask kept of the first record", REFUSED, SETS, start=own(lambda: None),
      factor=lambda m, x: (put(m, x.detach()) if m.state is None else m.state).mean())
@@ -190,18 +184,18 @@ case("a factor by self.current_epoch", TRACED, "", lambda t, x, y: (1 + t // 3) 
      factor=lambda m, x: 1.0 + m.current_epoch)
 case("by self.global_step", LOOP, "changes within an epoch", lambda t, x, y: (1 + t) * y,
      factor=lambda m, x: 1.0 + m.global_step)
-case("by an attribute set in on_train_epoch_start", TRACED, "", lambda t, x, y: (1 + t // 3) * y, also=LOOP,
+case("by an attribute set in on_train_epoch_start", TRACED, "", lambda t, x, y: (1 + t // 3) * y,
      factor=lambda m, x: m.state, on_train_epoch_start=lambda m: put(m, 1.0 + m.current_epoch))
 case("by an attribute set in on_train_batch_start", LOOP, "in every round", lambda t, x, y: (1 + t) * y, rounds=6,
      factor=lambda m, x: m.state, on_train_batch_start=lambda m, *_: put(m, 1.0 + m.global_step))
 case("by a submodule, which a hook replaces in each round", TRACED, "",
-     lambda t, x, y: y - max(t, 0.5) * x.sum(), own(teacher), also=LOOP, factor=done, target=lambda m, x: m.state(x),
+     lambda t, x, y: y - max(t, 0.5) * x.sum(), own(teacher), factor=done, target=lambda m, x: m.state(x),
      on_train_batch_end=lambda m, *_: setattr(m, "state", teacher(float(m.global_step))))
 case("by a network in a list, which a hook replaces between epochs", TRACED, "",
      lambda t, x, y: y - (1 + t // 3) * x.sum(), own(lambda: [teacher()]), also=LOOP, factor=done,
      target=lambda m, x: m.state[0](x),
      on_train_epoch_start=lambda m: put(m, [teacher(1.0 + m.current_epoch)]))
-case("by a tensor, changed in place by a hook", TRACED, "", lambda t, x, y: (1 + t) * y, also=LOOP,
+case("by a tensor, changed in place by a hook", TRACED, "", lambda t, x, y: (1 + t) * y,
      start=own(lambda: torch.ones(())), factor=lambda m, x: m.state, on_train_batch_end=lambda m, *_: m.state.add_(1))
 case("by the learning rate of self.optimizers()", LOOP, "changes within an epoch", lambda t, x, y: 0.5**t * y,
      factor=lambda m, x: m.optimizers().param_groups[0]["lr"])
@@ -209,8 +203,6 @@ case("by a class attribute", TRACED, "", lambda t, x, y: (1 + t // 3) * y, also=
      on_train_epoch_start=lambda m: setattr(type(m), "rate", 1.0 + m.current_epoch))
 case("by a global", ASSUMED, factor=lambda m, x: HELD.rate,
      on_train_epoch_start=lambda m: setattr(HELD, "rate", 1.0 + m.current_epoch))
-case("by a variable of a closure", ASSUMED, **(lambda own: {"factor": lambda m, x: own.rate,
-     "on_train_epoch_start": lambda m: put(own, 1.0 + m.current_epoch, "rate")})(SimpleNamespace()))
 case("by os.environ", ASSUMED, factor=lambda m, x: float(os.environ["RATE"]),
      on_train_epoch_start=lambda m: os.environ.update(RATE=str(1.0 + m.current_epoch)))
 
@@ -221,76 +213,60 @@ def tell(m, x):
     m.logger.experiment.add_scalar("loss", x.sum(), m.global_step)
     return done(m.logger.log_metrics({"loss": x.sum().item()}))
 
-def caught(m, x):
-    try:
-        return 1.0 if x.sum() > 0 else 2.0
-    except Exception:
-        return 1.0
 
-def interrupt(m, x):
-    if m.global_step == 2 and not HELD.sent:
-        HELD.sent = True
-        os.kill(os.getpid(), signal.SIGINT)
-    return 1.0
 
 def clamp(m, x):
     return done([p.data.clamp_(-0.2, 0.2) for p in m.parameters()])
 
 case("loggers told", TRACED, "is dropped: a, b, loss", also=LOOP, factor=tell)
-case("a record printed", LOOP, "(__", factor=lambda m, x: done(print(x.sum())))
 case("a record written to a file, which is the user's", LOOP, "(__format__)",
      factor=lambda m, x: done(Path(HELD.folder, "record").write_text(f"{x.sum()}")))
-case("trainer.should_stop", TRACED, also=LOOP, factor=lambda m, x: done(put(m.trainer, True, "should_stop")))
+case("trainer.should_stop", TRACED, factor=lambda m, x: done(put(m.trainer, True, "should_stop")))
 case("trainer.datamodule", REFUSED, "reads trainer.datamodule",
      factor=lambda m, x: len(m.trainer.datamodule.x))
 case("trainer.train_dataloader", REFUSED, "reads trainer.train_",
      factor=lambda m, x: len(m.trainer.train_dataloader))
-case("random.random() and np.random.rand()", LOOP, "Python's or NumPy's generator", None,
-     factor=lambda m, x: random.random() + np.random.rand())
-case("torch.manual_seed()", REFUSED, "seeded inside", also=REFUSED, factor=lambda m, x: done(torch.manual_seed(0)))
 OF_ITS_OWN = "torch._C.Generator" if torch.__version__ < "2.10" else "a generator of its own"
 case("a torch.Generator, which begins anew for each record", LOOP, OF_ITS_OWN,
      lambda t, x, y: torch.rand((), generator=torch.Generator()) * y, own(torch.Generator),
      factor=lambda m, x: torch.rand((), generator=m.state))
-case("try and except around a branch", LOOP, "catches an error", lambda t, x, y: y * (1 if x.sum() > 0 else 2),
-     factor=caught)
 case("a metric updated, and computed by a hook", TRACED, "is dropped: self.state", also=LOOP, start=own(MeanMetric),
      factor=lambda m, x: done(m.state(x.sum())), on_train_epoch_end=lambda m: m.log("a", float(m.state.compute())))
-case("a signal within a record", LOOP, rounds=3, start=lambda m: setattr(HELD, "sent", False), factor=asking(interrupt))
 case("time.time() in the loss", REFUSED, "differs after other records", factor=lambda m, x: time.time())
 case("weights clamped", REFUSED, "weight is changed inside", also=REFUSED, factor=clamp)
 case("weights clamped from epoch 1 on, untraced", STOPPED, "weight is changed inside", rounds=3,
      factor=asking(lambda m, x: clamp(m, x) if m.current_epoch else 1.0))
+case("a weight clamped in place", REFUSED, "weight is changed inside",
+     factor=lambda m, x: done(m.net.weight.detach().clamp_(-0.2, 0.2)))
 case("requires_grad set", REFUSED, "ceased to be", also=REFUSED,
      factor=lambda m, x: done(m.net.bias.requires_grad_(False)))
-case("self.eval()", TRACED, also=LOOP, start=own(nn.Dropout), factor=lambda m, x: m.eval().state(torch.ones(1)))
+case("self.eval()", TRACED, start=own(nn.Dropout), factor=lambda m, x: m.eval().state(torch.ones(1)))
 case("dropout switched off by a hook", TRACED, "", lambda t, x, y: y if t >= 3 else None, own(nn.Dropout), rounds=6,
      also=LOOP, factor=lambda m, x: m.state(torch.ones(1)),
      on_train_epoch_start=lambda m: m.state.train(not m.current_epoch))
 # fmt: on
 
 
-class Watch(pl.Callback):  # keeps the sums that leave, and the records of each sample
+class Watch(Released):  # also keeps the records of each sample
     def __init__(self):
-        self.samples, self.released, self.mode, self.reason = defaultdict(list), [], None, ""
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.released.append(torch.cat([p.grad.flatten() for p in (module.net.weight, module.net.bias)]) * N * Q)
+        super().__init__()
+        self.samples, self.mode, self.reason = defaultdict(list), None, ""
 
     def added(self, engine, add, loss_of, batch, size):
-        self.samples[len(self.released)] += [*batch[0][:, 0]]
+        self.samples[len(self.sums)] += [*batch[0][:, 0]]
         self.mode, self.reason = engine.step.mode, engine.step.reason
         add(engine, loss_of, batch, size)
 
 
 def job(folder, case, records):
     """Trains by a step of the table on records [N, 3], with sampling and noise that are known."""
-    watch, logger, HELD.folder, said = Watch(), Everything(), tempfile.mkdtemp(dir=folder), [""]
-    module, ledger = type("Odd", (Model,), case.methods)(case.start), Path(HELD.folder, "ledger.jsonl")
-    steps = max(case.rounds, ROUNDS)
-    plan = plan_of(module, n=N, q=Q, steps=steps, noise_multiplier=SILENT, clip_norm=FixedClipNorm(S))
+    watch, logger, HELD.folder, said = Watch(), Everything(), folder, [""]
+    module, ledger = type("Odd", (Model,), case.methods)(case.start), folder / f"{len([*folder.glob('*.jsonl')])}.jsonl"
+    plan = plan_of(
+        module, n=N, q=Q, steps=max(case.rounds, ROUNDS), noise_multiplier=SILENT, clip_norm=FixedClipNorm(S)
+    )
     run = trainer(dpexp.PrivacyCallback(plan, ledger, noise_seed=5), watch, logger=logger, log_every_n_steps=1)
-    before, add = signal.signal(signal.SIGINT, lambda *_: setattr(run, "should_stop", True)), RoundEngine.add_chunk
+    add = RoundEngine.add_chunk
     with (
         mock.patch.object(RoundEngine, "add_chunk", lambda engine, *given: watch.added(engine, add, *given)),
         mock.patch.dict(os.environ), warnings.catch_warnings(record=True) as told,
@@ -300,8 +276,6 @@ def job(folder, case, records):
             run.fit(module, datamodule=pl.LightningDataModule.from_datasets(TensorDataset(records), batch_size=4))
         except ConfigError as error:
             said = [str(error)]
-        finally:
-            signal.signal(signal.SIGINT, before)
     left = repr([run.callback_metrics, run.logged_metrics, logger.told, *held(module)])
     said += [watch.reason, *(str(one.message) for one in told)]
     return SimpleNamespace(**vars(watch), said=said, committed=len(read_ledger(ledger)), left=left)
@@ -328,28 +302,18 @@ def test_what_happens_to_a_step_that_breaks_the_contract(what, tmp_path):
     first = job(tmp_path, case, RECORDS)
     assert case.sentence in " ".join(first.said)
     assert bool(first.said[0]) == (case.outcome in (REFUSED, STOPPED)), first.said
-    assert first.committed == len(first.released) == (0 if case.outcome == REFUSED else rounds)
+    assert first.committed == len(first.sums) == (0 if case.outcome == REFUSED else rounds)
     if case.outcome == REFUSED:
         return
     assert first.mode == (TRACED if case.outcome in (TRACED, ASSUMED) else LOOP), first.said
-    for t, released in enumerate(first.released):
-        if case.right and case.right(t, RECORDS[0], 1.0) is not None:
+    for t, released in enumerate(first.sums):
+        if case.right(t, RECORDS[0], 1.0) is not None:
             assert torch.allclose(released, sum_by_hand(case, first.samples[t], t), atol=1e-6), t
     samples = [first.samples[t] for t in range(rounds)]
     drawn = [[any(torch.equal(one, row) for one in sample) for sample in samples] for row in RECORDS]
     k = next(k for k in range(N) if any(drawn[k]) and not all(drawn[k]))
     second = job(tmp_path, case, torch.where(torch.arange(N)[:, None] == k, -3 * RECORDS, RECORDS))
-    moved = [float((a - b).norm()) for a, b in zip(first.released, second.released, strict=True)]
+    moved = [float((a - b).norm()) for a, b in zip(first.sums, second.sums, strict=True)]
     assert any(moved) and all(moved[t] <= 2.000001 * S * drawn[k][t] for t in range(rounds)), moved
     others = second if first.mode == TRACED else job(tmp_path, case, 2 * RECORDS + 1)
     assert first.left == others.left, "nothing else is kept of the records"
-
-
-if __name__ == "__main__":
-    rows = ["| a step with … | outcome | sentence |", "|---|---|---|"]
-    for name, one in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            said = " ".join(job(folder, one, RECORDS).said)
-        at = max(said.find(one.sentence) - 40, 0)
-        rows.append(f"| {name} | {one.outcome} | {said[at : at + 120] if one.sentence else ''} |")
-    print("\n".join(rows))

@@ -34,9 +34,9 @@ B = 5
 
 def loss_of(module, x):
     """In which every output counts differently, so that no gradient vanishes by symmetry."""
-    y = module(x)
-    y = y[0] if isinstance(y, tuple) else y
-    return (y * torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).sin().view(y.shape)).square().sum()
+    outputs = [y for y in tree_leaves(module(x)) if y is not None]
+    weights = [torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).sin().view(y.shape) for y in outputs]
+    return sum((y * weight).square().sum() for y, weight in zip(outputs, weights, strict=True))
 
 
 def lifted_from_one(module, x, loss_of=loss_of):
@@ -64,20 +64,18 @@ def assert_equals_autograd(module, x, tolerance=1e-9, loss_of=loss_of):
             assert all(each[name] is None or not each[name].any() for each in by_record), name
             continue
         dense = torch.stack([each[name].double().to_dense().flatten() for each in by_record])
-        size, true = dense.norm() + 1e-12, dense.norm(dim=1)
-        norms = found.by_name[name].squared_norms().sqrt()
+        size, true, gradient = dense.norm() + 1e-12, dense.norm(dim=1), found.by_name[name]
+        norms, total = gradient.squared_norms().sqrt(), gradient.weighted_sum(c.to(p.dtype))
         assert (norms >= true * (1 - tolerance)).all() and (norms <= true + (2e-2 + tolerance) * size).all(), name
-        total = found.by_name[name].weighted_sum(c.to(torch.promote_types(p.dtype, torch.float32)))
         assert (total.flatten() - c @ dense).norm() <= 3 * tolerance * size, name
-        if tolerance < 1e-3:
-            assert (found.by_name[name].materialize().reshape(dense.shape) - dense).norm() <= tolerance * size, name
+        assert (gradient.materialize().reshape(dense.shape) - dense).norm() <= tolerance * size, name
     assert_norms_are_not_too_small(module, x, loss_of)
     return lifted.stored
 
 
 def assert_norms_are_not_too_small(module, x, loss_of):
     """In float32, against what is added to a sum."""
-    types = {name: p.dtype for name, p in module.named_parameters()}
+    dtype = next(module.parameters()).dtype
     module.float()
     _, found = lifted_from_one(module, tree_map(lambda t: t.float() if t.is_floating_point() else t, x), loss_of)
     for name, p in trainable(module).items():
@@ -85,7 +83,7 @@ def assert_norms_are_not_too_small(module, x, loss_of):
             total = found.by_name[name].weighted_sum(c)
             assert total.numel() == p.numel(), name
             assert exact(total) <= float(found.by_name[name].squared_norms()[i]) ** 0.5 * (1 + 2.0**-22), name
-    module.to(next(iter(types.values())))
+    module.to(dtype)
 
 
 class Of(nn.Module):
@@ -176,13 +174,10 @@ CALLS = {
     "transposed and reshaped": (lambda x, w: F.linear(x, w.t().reshape(8, 3)), (4, 6)),
     "a constant gradient": (half_constant, (4, 3)),
     "group norm, channels last": (normalized_images, (4, 3, 1, 1), (4,), (4,)),
-    "transposed": (lambda x, w: F.linear(x, w.t().contiguous()), (3, 5)),
     "used twice": (lambda x, w: F.linear(F.linear(x, w).tanh(), w.t()), (4, 3)),
     "einsum": (lambda x, w: torch.einsum("btd, dp -> btp", x, w), (3, 5)),
     "einsum of heads": (lambda x, w: torch.einsum("btd,dhk->bhtk", x, w), (3, 2, 4)),
-    "einsum of all positions": (lambda x, w: torch.einsum("btd,dtp->bp", x, w), (3, 4, 5)),
     "einsum with a common index": (lambda x, w: torch.einsum("btd,tdp->btp", x, w), (4, 3, 2)),
-    "einsum of a diagonal": (lambda x, w: torch.einsum("btd,dd->bt", x, w), (3, 3)),
     "chunks": (thirds, (6, 3), (6,)),
     "a part": (lambda x, w: F.linear(x, w[1:, 1:]), (6, 4)),
     "expanded": (lambda x, w: F.linear(x, w.expand(4, 3)), (1, 3)),
@@ -201,28 +196,24 @@ CALLS = {
     "standardized convolution": (lambda x, w, g: F.conv2d(x[:, None], standardized(w) * g), (6, 1, 2, 2), (6, 1, 1, 1)),
     "normalised": (lambda x, w: F.linear(x, F.normalize(w)), (4, 3)),
     "merged adapter": (lambda x, a, b: F.linear(x, b @ a), (2, 3), (4, 2)),
-    "adapter": (lambda x, a, b: F.linear(F.linear(x, a), b), (2, 3), (4, 2)),
     "straight through": (lambda x, w: F.linear(x, StraightThrough.apply(w)), (4, 3)),
     "scale": (lambda x, w: x * w, (3,)),
-    "number": (lambda x, w: x * w, ()),
     "decay": (lambda x, w: F.linear(x, w).square().sum() + w.square().sum(), (4, 3)),
-    "without gradients": (lambda x, w: F.linear(x, w / w.detach().abs().max()), (4, 3)),
     "in place": (in_place_before, (4, 3)),
     "filled": (filled, (2, 3), (2,)),
     "queries": (lambda x, q, w: F.scaled_dot_product_attention(F.linear(q, w)[None].expand(len(x), 4, 3), x, x),
                 (4, 3), (3, 3)),
     "complex": (lambda x, w: torch.view_as_real(torch.complex(x, x) @ torch.view_as_complex(w)), (3, 4, 2)),
-    "prelu": (lambda x, w: F.prelu(x.mT, w), (3,)),
     "gradient within": (lambda x, w: torch.func.grad(lambda z: F.linear(z, w.exp()).tanh().sum())(x) + x, (3, 3)),
     "one for several": (lambda x, w: torch.einsum("btd,dp->btp", x[..., :1], w), (3, 2)),
 }  # fmt: skip
-TWO_STORED = ("addmm, scaled", "group norm, channels last", "joined", "standardized convolution", "filled")
-STORED = (
-    "x @ w", "matrices of heads", "einsum with a common index", "einsum of a diagonal", "a part", "expanded", "chunks",
-    "embedding by frequency", "normalised", "scale", "number", "decay", "without gradients", "in place", "complex",
-    "prelu", "gradient within", "one for several", "addmm, a bias for each row", "transposed and reshaped",
-    "a constant gradient",
-)  # fmt: skip
+STORED = {  # how many gradients
+    "addmm, scaled": 2, "group norm, channels last": 2, "joined": 2, "standardized convolution": 2, "filled": 2,
+} | dict.fromkeys((
+    "x @ w", "matrices of heads", "einsum with a common index", "a part", "expanded", "chunks",
+    "embedding by frequency", "normalised", "scale", "decay", "in place", "complex", "gradient within",
+    "one for several", "addmm, a bias for each row", "transposed and reshaped", "a constant gradient",
+), 1)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -230,7 +221,7 @@ def test_calls(name):
     torch.manual_seed(0)
     call, *shapes = CALLS[name]
     stored = assert_equals_autograd(Of(call, *shapes).double(), torch.randn(B, 4, 3).double())
-    assert len(stored) == (2 if name in TWO_STORED else name in STORED)
+    assert len(stored) == STORED.get(name, 0)
 
 
 SMALL = st.integers(1, 4)
@@ -245,31 +236,22 @@ def test_linear(lead, d, p, bias, seed):
     assert "weight" not in stored
 
 
-@settings(QUICK, max_examples=16)
+@settings(QUICK, max_examples=20)
 @given(
-    space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
-    dilation=st.integers(1, 2), padding=st.sampled_from([0, 1, "same", "valid"]),
+    space=st.integers(1, 3), transposed=st.booleans(), groups=st.integers(1, 2), k=st.integers(1, 3),
+    stride=st.integers(1, 2), dilation=st.integers(1, 2), padding=st.sampled_from([0, 1, "same", "valid"]),
     mode=st.sampled_from(["zeros", "reflect", "circular"]), bias=st.booleans(), width=SMALL,
 )  # fmt: skip
-def test_convolutions(space, groups, k, stride, dilation, padding, mode, bias, width):
+def test_convolutions(space, transposed, groups, k, stride, dilation, padding, mode, bias, width):
     torch.manual_seed(0)
-    make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[space - 1]
-    stride = 1 if padding == "same" else stride
-    layer = make(2 * groups, width * groups, k, stride, padding, dilation, groups, bias, mode)
+    channels = 2 * groups, width * groups, k
+    if transposed:
+        make = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[space - 1]
+        layer = make(*channels, stride, int(padding == 1), stride - 1, groups, bias, dilation)
+    else:
+        make, stride = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[space - 1], 1 if padding == "same" else stride
+        layer = make(*channels, stride, padding, dilation, groups, bias, mode)
     stored = assert_equals_autograd(layer.double(), torch.randn(3, 2 * groups, *(7, 6, 5)[:space]).double())
-    assert "weight" not in stored
-
-
-@QUICK
-@given(
-    space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
-    dilation=st.integers(1, 2), padding=st.integers(0, 1), width=SMALL,
-)  # fmt: skip
-def test_transposed_convolutions(space, groups, k, stride, dilation, padding, width):
-    torch.manual_seed(0)
-    make = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[space - 1]
-    layer = make(2 * groups, width * groups, k, stride, padding, stride - 1, groups, True, dilation)
-    stored = assert_equals_autograd(layer.double(), torch.randn(3, 2 * groups, *(5, 4, 3)[:space]).double())
     assert "weight" not in stored
 
 
@@ -285,40 +267,21 @@ def test_embeddings(rows, d, T, padding, seed):
         assert_equals_autograd(bag.double(), index)
 
 
-UNLIKE_SIDES = {"stride": (1, 2), "padding": (0, 2), "dilation": (2, 1)}
+UNLIKE = {"stride": (1, 2), "padding": (0, 2), "dilation": (2, 1)}
 
 
 @pytest.mark.parametrize(
-    "d, p, side, of_unlike_sides",
-    [
-        (8, 40, 5, {}),
-        (8, 40, 6, {"stride": (1, 2), "padding": (0, 2), "dilation": (2, 1)}),
-        (30, 6, 6, {}),
-        (2, 3, 12, {}),
-    ],
+    "d, p, side, unlike_sides", [(8, 40, 5, {}), (8, 40, 6, UNLIKE), (30, 6, 6, {}), (2, 3, 12, {})]
 )
-def test_convolutions_by_each_method(d, p, side, of_unlike_sides, monkeypatch):
+def test_convolutions_by_each_method(d, p, side, unlike_sides, monkeypatch):
     """Gram matrices; the gradients of a few records at a time; all gradients at once."""
     torch.manual_seed(0)
     monkeypatch.setattr(layer_gradients, "_MATERIALIZED_ENTRIES", 1000)
-    layer, x = nn.Conv2d(d, p, 3, bias=False, **of_unlike_sides).double(), torch.randn(B, d, side, side).double()
+    layer, x = nn.Conv2d(d, p, 3, bias=False, **unlike_sides).double(), torch.randn(B, d, side, side).double()
     found = lifted_from_one(layer, x)[1].by_name["weight"]
     assert isinstance(found, DenseGradient if d == 2 else ConvolutionGradient)
     assert d == 2 or (found._unfold is not None) == (d == 8)
     assert_equals_autograd(layer, x)
-
-
-@pytest.mark.parametrize(
-    "layer", [lambda: nn.Linear(8, 6), lambda: nn.Conv1d(5, 6, 3), lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0)]
-)
-def test_factors_of_low_precision_are_multiplied_in_full(layer):
-    torch.manual_seed(0)
-
-    def autocast(module, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(module, x).float()
-
-    assert_equals_autograd(layer(), torch.randn(B, 5, 8), 2e-2, autocast)
 
 
 def test_no_gradient_is_stored_of_matrices_that_are_large_against_the_number_of_positions(monkeypatch):
@@ -352,10 +315,9 @@ def assert_is(use, gradients):
 
 CONVOLUTIONS = [
     nn.Conv1d(3, 4, 3, stride=2, padding=1),
-    nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
-    nn.Conv2d(6, 4, 3, groups=2, bias=False),
+    nn.Conv2d(6, 4, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2),
     nn.Conv2d(6, 12, 3, groups=6),
-    nn.Conv3d(2, 4, (2, 3, 1), stride=(1, 2, 1), padding=(0, 1, 0), groups=2),
+    nn.Conv3d(2, 4, (2, 3, 1), stride=(1, 2, 1), padding=(0, 1, 0)),
     nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1, output_padding=1),
     nn.ConvTranspose2d(4, 6, 3, stride=2, dilation=2, groups=2),
     nn.ConvTranspose3d(2, 3, (2, 3, 2)),
@@ -365,16 +327,14 @@ CONVOLUTIONS = [
 @pytest.mark.parametrize("layer", CONVOLUTIONS, ids=repr)
 def test_products_of_windows_are_the_gradients_of_each_convolution(layer):
     """As a GPU computes them, against autograd, one record of two images at a time."""
-    layer, space = layer.double(), len(layer.kernel_size)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, layer.in_channels, *[7, 6, 5][:space], generator=generator, dtype=torch.float64)
-    y = layer(x.flatten(0, 1)).unflatten(0, (3, 2))
-    g = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, layer.in_channels, *[7, 6, 5][: len(layer.kernel_size)]).double()
+    g = torch.randn_like(torch.stack([layer.double()(images) for images in x]))
     geometry = (layer.stride, layer.padding, layer.dilation, layer.transposed, layer.output_padding, layer.groups)
     found = products_of_windows(x, g, layer.weight.shape, geometry)
     for i in range(3):
         (true,) = torch.autograd.grad(layer(x[i]), layer.weight, g[i])
-        assert torch.allclose(found[i], true, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found[i], true, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("T, d, p", [(1, 5, 4), (2, 30, 40), (70, 30, 40), (9, 3, 2)])
@@ -386,50 +346,38 @@ def test_outer_products_by_each_method(T, d, p):
     assert_is(OuterProductGradient(x, g), gradients)
 
 
-def test_shared_parameters_keep_their_cross_terms():
+@pytest.mark.parametrize("d, V, by_positions", [(4, 7, False), (30, 700, True)])
+def test_shared_parameters_keep_their_cross_terms(d, V, by_positions):
     """Two linear uses; an embedding's two; an embedding tied to a linear layer; a scale used twice."""
-    x, g, gradients = uses_and_gradients(3, 4, 7)
-    index = torch.randint(7, (3, 5), generator=torch.Generator().manual_seed(1))
-    rows = torch.randn(3, 5, 4, dtype=torch.float64)
-    table = EmbeddingGradient(index, rows, 7)
-    for together, total in (
-        ([OuterProductGradient(x, g), OuterProductGradient(2 * x, g)], 3 * gradients),
-        ([table, EmbeddingGradient(index, -3 * rows, 7)], -2 * table.materialize()),
-        ([table, OuterProductGradient(x, g)], table.materialize() + gradients),
-        ([DenseGradient(gradients), OuterProductGradient(x, g)], 2 * gradients),
-    ):
-        assert_is(merge(together), total)
-
-
-def test_a_tied_table_by_positions_is_both_gradients_together():
-    x, g, gradients = uses_and_gradients(3, 30, 700)
-    index = torch.randint(700, (3, 5), generator=torch.Generator().manual_seed(1))
-    table = EmbeddingGradient(index, torch.randn(3, 5, 30, dtype=torch.float64), 700)
-    tied = merge([OuterProductGradient(x, g), table])
-    assert isinstance(tied, TiedGradient)
+    x, g, gradients = uses_and_gradients(3, d, V)
+    index = torch.randint(V, (3, 5), generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(3, 5, d, dtype=torch.float64)
+    head, table = OuterProductGradient(x, g), EmbeddingGradient(index, rows, V)
+    tied = merge([table, head])
+    assert isinstance(tied, TiedGradient) == by_positions
     assert_is(tied, table.materialize() + gradients)
+    assert_is(merge([head, OuterProductGradient(2 * x, g)]), 3 * gradients)
+    assert_is(merge([table, EmbeddingGradient(index, -3 * rows, V)]), -2 * table.materialize())
+    assert_is(merge([DenseGradient(gradients), head]), 2 * gradients)
 
 
 @pytest.mark.parametrize("left", [1.0, 1e-3, 1e-6, 0.0])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**20])
 def test_a_tied_table_whose_uses_cancel_has_a_norm_that_is_not_too_small(left, scale):
     """The head gives each position's row what the embedding takes from it, up to a part that is `left`."""
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     B, S, V, d = 20, 24, 900, 60
-    index = torch.randint(40, (B, S), generator=generator)  # rows repeat
-    x, a = torch.randn(B, S, d, generator=generator), scale * torch.randn(B, S, 1, generator=generator)
-    o = torch.zeros(B, S, V).scatter_(2, index[..., None], a)
-    o += left * scale * torch.randn(B, S, V, generator=generator)
-    e = -a * x + left * scale * torch.randn(B, S, d, generator=generator)
+    index = torch.randint(40, (B, S))  # rows repeat
+    x, a = torch.randn(B, S, d), scale * torch.randn(B, S, 1)
+    o = torch.zeros(B, S, V).scatter_(2, index[..., None], a) + left * scale * torch.randn(B, S, V)
+    e = -a * x + left * scale * torch.randn(B, S, d)
     tied = merge([OuterProductGradient(x, o), EmbeddingGradient(index, e, V)])
     assert isinstance(tied, TiedGradient)
-    found = tied.squared_norms().sqrt()
-    true = torch.bmm(o.double().transpose(1, 2), x.double())
-    true.scatter_add_(1, index[..., None].expand(-1, -1, d), e.double())
-    parts = x.double().norm(dim=(1, 2)) * o.double().norm(dim=(1, 2))
-    E = torch.zeros(B, V, d, dtype=torch.float64).scatter_add_(1, index[..., None].expand(-1, -1, d), e.double())
-    squares = E.square().sum((1, 2)) + (true - E).square().sum((1, 2))
-    assert (tied_norms(index, e, x, o, squares) >= true.norm(dim=(1, 2))).all()
+    head = torch.bmm(o.double().mT, x.double())
+    table = torch.zeros_like(head).scatter_add_(1, index[..., None].expand(-1, -1, d), e.double())
+    true, found = (head + table).norm(dim=(1, 2)), tied.squared_norms().sqrt()
+    assert (tied_norms(index, e, x, o, table.square().sum((1, 2)) + head.square().sum((1, 2))) >= true).all()
+    off = 0.02 * x.double().norm(dim=(1, 2)) * o.double().norm(dim=(1, 2))
+    assert (true <= found).all() and (found <= 1.01 * true + off + 1e-15).all()
     for i, c in enumerate(torch.eye(B)):
-        added = tied.weighted_sum(c).double().norm()
-        assert added <= found[i] and true[i].norm() <= found[i] <= 1.01 * true[i].norm() + 0.02 * parts[i] + 1e-15
+        assert tied.weighted_sum(c).double().norm() <= found[i]

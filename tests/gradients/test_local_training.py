@@ -1,7 +1,5 @@
 """Users who train, against FedAvg written out with plain torch."""
 
-import copy
-
 import pytest
 import torch
 from reference import norm_of
@@ -23,12 +21,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, clipping, groups
 from dpexp.privacy.plan.clipping import Automatic
+from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.privacy.sampling.privacy_unit import LocalTraining, User
 from tests.audited import check, shown, twice_the_bound
 
@@ -41,27 +39,22 @@ LOCALS = {
 }
 
 
-def trained_by_hand(x, y, local, make=Model):
-    """θ_0 - θ_K of torch's own SGD on the examples at some positions."""
+def trained_by_hand(x, y, local, make=Model, losses=None):
+    """θ_0 - θ_K of torch's own SGD on the examples at some positions; `losses` gets those of its steps."""
 
     def vector(positions):
-        model = make().double()
-        before = copy.deepcopy(model)
+        before, model = make().double(), make().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=local.lr)
-        size, steps = local.batch_size or len(positions), 0
-        for _ in range(local.epochs or 100):
-            for start in range(0, len(positions), size):
-                if steps == local.steps:
-                    break
-                some = positions[start : start + size]
-                optimizer.zero_grad()
-                model.loss((x[some].double(), y[some])).backward()
-                optimizer.step()
-                steps += 1
-        return {
-            n: p.detach() - q.detach()
-            for (n, p), (_, q) in zip(before.named_parameters(), model.named_parameters(), strict=True)
-        }
+        batches = torch.tensor(positions).split(local.batch_size or len(positions)) * (local.epochs or 100)
+        for some in batches[: local.steps]:
+            optimizer.zero_grad()
+            loss = model.loss((x[some].double(), y[some]))
+            loss.backward()
+            optimizer.step()
+            if losses is not None:
+                losses.append(loss.item())
+        after = dict(model.named_parameters())
+        return {name: p.detach() - after[name].detach() for name, p in before.named_parameters()}
 
     return vector
 
@@ -76,22 +69,23 @@ class Transformer(Model):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Linear(1, 8)
-        self.net = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 3, bias=False)
-        self.scale = nn.Parameter(torch.ones(3))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.net = nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Linear(1, 8), layer, nn.Flatten(), nn.Linear(32, 3))
+        self.scale = nn.Parameter(torch.ones(4))
 
     def loss(self, batch):
-        x, y = batch
-        return F.cross_entropy(self.scale * self.head(self.net(self.embed(x.unsqueeze(-1))).mean(1)), y)
+        return super().loss((self.scale * batch[0], batch[1]))
 
 
 class Tied(Model):
+    """Also has a layer that is frozen, and one that is not used."""
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
         self.net[2].weight = self.net[0].weight
+        self.unused = nn.Linear(2, 2)
 
 
 class Branching(Model):
@@ -106,20 +100,10 @@ class Infinite(Model):
         return super().loss(batch) / (batch[0][:, 0] == 5).all()
 
 
-class FrozenAndUnused(Model):
-    def __init__(self):
-        super().__init__()
-        self.net[1].weight.requires_grad_(False)
-        self.unused = nn.Linear(2, 2)
-
-
-THREE_EACH = [i // 3 for i in range(12)]
-BY_THREES = [[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)]
 CASES = {  # a kind of data set, how a user trains, a model
     **{name: (kind, local, Model) for (name, local), kind in zip(
         LOCALS.items(), (TensorDataset, Items, of_users, of_users), strict=True)},
     **{make.__name__: (TensorDataset, LOCALS["batches"], make) for make in (Transformer, Tied, Branching, Infinite)},
-    "FrozenAndUnused": (TensorDataset, LOCALS["epochs"], FrozenAndUnused),
 }  # fmt: skip
 
 
@@ -130,12 +114,13 @@ def test_a_users_vector_is_how_far_its_training_goes(name, tmp_path, quiet, in_o
     x[:, 0] = 5 if make is Infinite else x[:, 0]
     found, plan = released(
         tmp_path, a_data_set(kind, x.double(), y), User(8, None if kind is of_users else "user_of", local), make(),
-        users=4, group=groups.flat() if make is FrozenAndUnused else groups.per_layer(),
+        users=4, group=groups.flat() if make is Tied else groups.per_layer(),
         clip_norm=clipping.FixedClipNorm(0.5),
     )  # fmt: skip
     expected = by_hand(MEMBERS, trained_by_hand(x, y, local, make), plan)
     still = {name for name, total in found.items() if not total.any()}
-    assert still == ({"net.1.weight", "unused.weight", "unused.bias"} if make is FrozenAndUnused else set())
+    frozen = {"net.3.weight", "net.3.bias", "unused.weight", "unused.bias"}
+    assert still == (frozen if make is Tied else set())
     assert {*differing(found, dict.fromkeys(still, 0) | expected)} == still
 
 
@@ -151,32 +136,37 @@ def test_a_user_who_trains_more_or_less_moves_the_sum_by_at_most_S(seed, scale, 
     assert norm_of(with_, without) <= 1 + 1e-4
 
 
-def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
-    """To the last bit, though steps amplify it."""
+@pytest.mark.parametrize("cannot_train", [False, True])
+def test_a_users_training_depends_on_no_other(cannot_train, tmp_path, quiet, in_order):
+    """To the last bit, though steps amplify it; be it that the first cannot train, and adds nothing."""
     x, y = rows(12)
-    user_of = THREE_EACH
+    users = [[(x[i], y[i]) for i in range(start, start + 3)] for start in range(0, 12, 3)]
+    odd = [[(x[0].double(), y[0])]] if cannot_train else []
 
-    def total(some):
-        dataset = a_data_set(TensorDataset, x[some], y[some], [user_of[i] for i in some])
-        record = User(8, "user_of", LocalTraining(lr=2.0, steps=12))
-        return released(tmp_path, dataset, record, users=4, precision="32-true")[0]
+    def total(users):
+        record = User(3, None, LocalTraining(lr=2.0, steps=12))
+        return released(tmp_path, users, record, users=4, precision="32-true")[0]
 
-    apart = [total([i for i in range(12) if user_of[i] == user]) for user in range(4)]
-    whole = total([*range(12)])
+    apart, whole = [total([user]) for user in users], total(odd + users)
     for name in whole:
         assert torch.allclose(whole[name], sum(one[name] for one in apart), atol=1e-6, rtol=0)
 
 
-def test_a_first_user_who_cannot_train_adds_nothing(tmp_path, quiet, in_order):
-    x, y = rows(9)
-    users, record = [[(x[i], y[i]) for i in some] for some in BY_THREES[:3]], User(3, None, LOCALS["epochs"])
+CHOICES = {
+    "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
+    "joint": {"mechanism": clipping.Joint(clipping.FixedClipNorm(0.5)), "clip_norm": None},
+    "automatic": {"clip_rule": Automatic()},
+}
 
-    def total(users):
-        return released(tmp_path, users, record, users=4, precision="32-true")[0]
 
-    odd = [(x[0].double(), y[0])]
-    with_odd, without = total([odd, *users]), total(users)
-    assert all(torch.allclose(with_odd[name], without[name], atol=1e-6) for name in without)
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_users_who_train_go_with(choices, tmp_path):
+    x, y = rows(11)
+    record = User(8, "user_of", LOCALS["epochs"])
+    found, plan = released(tmp_path, a_data_set(TensorDataset, x, y), record, users=4, precision="32-true", **choices)
+    assert all(total.isfinite().all() and total.any() for total in found.values())
+    assert read_ledger(tmp_path / "0.jsonl") == plan.ledger()
+    assert plan.ledger().record["local"] == {"lr": 0.3, "steps": None, "epochs": 3, "batch_size": None}
 
 
 class Elsewhere(Model):
@@ -212,57 +202,23 @@ class Telling(Model):
         return loss
 
 
-OTHERS = {
-    "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
-    "joint": {"mechanism": clipping.Joint(clipping.FixedClipNorm(0.5)), "clip_norm": None},
-    "automatic": {"clip_rule": Automatic()},
-}
-
-
-@pytest.mark.parametrize("choices", OTHERS.values(), ids=OTHERS)
-def test_users_who_train_go_with(choices, tmp_path):
-    x, y = rows(11)
-    found, plan = released(
-        tmp_path, a_data_set(TensorDataset, x, y), User(8, "user_of", LOCALS["epochs"]), users=4, precision="32-true",
-        **choices,
-    )  # fmt: skip
-    assert all(total.isfinite().all() and total.any() for total in found.values())
-    assert read_ledger(tmp_path / "0.jsonl") == plan.ledger()
-    assert plan.ledger().record["local"] == {"lr": 0.3, "steps": None, "epochs": 3, "batch_size": None}
-
-
 def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
-    x, y = rows(12)
-    local = LocalTraining(lr=0.3, epochs=2)
-    dataset = a_data_set(TensorDataset, x.double(), y, THREE_EACH)
-    told = {}
-
-    def expected(positions):
-        model, losses = Model().double(), []
-        for _ in range(2):
-            model.zero_grad()
-            loss = model.loss((x[positions].double(), y[positions]))
-            loss.backward()
-            losses.append(loss.item())
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= local.lr * p.grad
-        return sum(losses) / 2
-
-    add = dpexp.privacy.private_metrics.MetricEstimates.add
+    x, y = rows(11)
+    told, losses, local, add = {}, [], LOCALS["epochs"], MetricEstimates.add
 
     def watched(self, plan, t, found):
         told.update({key: value.clone() for key, value in found.items() if "train_loss" in key})
         return add(self, plan, t, found)
 
-    monkeypatch.setattr(dpexp.privacy.private_metrics.MetricEstimates, "add", watched)
+    monkeypatch.setattr(MetricEstimates, "add", watched)
     released(
-        tmp_path, dataset, User(8, "user_of", local), Telling(), users=4,
+        tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", local), Telling(), users=4,
         private_metrics={"train_loss": {"clip_norm": 100.0, "budget_share": 0.1}},
     )  # fmt: skip
+    for positions in MEMBERS:
+        trained_by_hand(x, y, local, losses=losses)(positions)
     (value,) = told.values()
-    hand = sum(map(expected, BY_THREES)) / 4
-    assert value.item() == pytest.approx(hand, abs=1e-9)
+    assert value.item() == pytest.approx(sum(losses) / (4 * local.epochs), abs=1e-9)
 
 
 TRAINED = User(3, "user_of", LocalTraining(lr=0.1, steps=2, batch_size=2))

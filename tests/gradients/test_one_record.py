@@ -1,13 +1,12 @@
 """The step traced for one record: again where something has changed, for chunks of any size and shape, and proved."""
 
 import os
-import subprocess
-import sys
-from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from jobs import FORKS
 from reference import engine_of, norm_of, nothing_shown, relative_error, rows_of, stacked, sums_apart, sums_of
 from torch import nn
 from torch.nn import functional as F
@@ -53,14 +52,6 @@ def assert_as_alone(engine, loss_of, batch, tolerance=1e-5, mode=TRACED):
 # Two traces
 
 
-@contextmanager
-def setting(module, **values):
-    before = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
-    yield
-    vars(module).update(before)
-
-
 @pytest.mark.parametrize("within, mode", [({"epoch": 0}, TRACED), ({"epoch": 0, "step": 5}, LOOP)])
 def test_a_step_may_read_the_epoch_but_no_number_that_changes_within_one(within, mode):
     module = classifier()
@@ -69,17 +60,20 @@ def test_a_step_may_read_the_epoch_but_no_number_that_changes_within_one(within,
     def read(m, one):
         return loss_of(m, one) * (1 + m.epoch + m.step)
 
-    engine = engine_of(module, 1e4, **OF_N)
-    step = TrainingStep.of(read, module)
-    chunk, last = Chunk.of(step, stacked(rows()), N), dict.fromkeys(within, 9)
+    engine, step = engine_of(module, 1e4, **OF_N), TrainingStep.of(read, module)
+    some, last = (partial(mock.patch.multiple, module, **numbers) for numbers in (within, dict.fromkeys(within, 9)))
     with nothing_shown():
-        engine.step.decide(chunk, lambda: setting(module, **last), lambda: setting(module, **within))
+        engine.step.decide(Chunk.of(step, stacked(rows()), N), last, some)
     assert engine.step.mode == mode
     if mode == TRACED:
         first = sums_of(engine, read, rows())
         module.epoch = 1
         engine.step.trace_again(step, epoch_begins=True)
-        assert relative_error(sums_of(engine, read, rows()), {name: 2 * total for name, total in first.items()}) < 1e-5
+        assert_is_twice(sums_of(engine, read, rows()), first)
+
+
+def assert_is_twice(sums, others):
+    assert relative_error(sums, {name: 2 * total for name, total in others.items()}) < 1e-5
 
 
 def test_a_new_shape_ends_a_job_whose_step_has_changed_unseen():
@@ -101,29 +95,21 @@ def test_a_new_shape_ends_a_job_whose_step_has_changed_unseen():
 # Shapes first met in a round
 
 
-LONGEST = {
-    "attribute": lambda m, length: setattr(m, "longest", max(m.longest, length)) or m.longest,
-    "list": lambda m, length: m.lengths.append(length) or max(m.lengths),
-    "dictionary": lambda m, length: 1 + m.order.setdefault(length, len(m.order)),
-}
-
-
-@pytest.mark.parametrize("kept", LONGEST)
-def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
+def test_the_trace_of_a_new_shape_leaves_nothing_behind():
     """The others' step would else depend on which shapes there are."""
     module = classifier()
-    module.longest, module.lengths, module.order = 1, [1], {1: 0}
+    module.lengths = [1]
 
     def keeping(m, one):
-        return loss_of(m, one) / LONGEST[kept](m, one[0].shape[-2])
+        m.lengths.append(one[0].shape[-2])
+        return loss_of(m, one) / max(m.lengths)
 
     engine = engine_of(module, 100.0, **OF_N)
     before = sums_of(engine, keeping, rows())
     assert engine.step.mode == TRACED and sums_of(engine, keeping, longer())["0.weight"].any()
     engine.step.trace_again(TrainingStep.of(keeping, module), epoch_begins=True)
     after = sums_of(engine, keeping, rows())
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert module.longest == 1 and module.lengths == [1] and module.order == {1: 0}
+    assert all(torch.equal(after[name], before[name]) for name in before) and module.lengths == [1]
 
 
 def test_another_function_is_that_of_records_of_all_shapes():
@@ -139,12 +125,13 @@ def test_another_function_is_that_of_records_of_all_shapes():
     first = sums_of(engine, of(1.0), longer())
     engine.step.trace_again(of(2.0))
     assert engine.step.mode == TRACED
-    assert relative_error(sums_of(engine, of(2.0), longer()), {name: 2 * total for name, total in first.items()}) < 1e-5
+    assert_is_twice(sums_of(engine, of(2.0), longer()), first)
 
 
 def test_a_record_contributes_the_same_whichever_shape_decides_the_mode():
     """What a record of an untraceable shape counts lands in a copy, too."""
-    sums, modes = [], []
+    sums, modes, module = [], [], classifier()
+    module.seen = []
 
     def asking(module, one):
         if one[0].dim() == 2:
@@ -153,8 +140,6 @@ def test_a_record_contributes_the_same_whichever_shape_decides_the_mode():
         return loss_of(module, one) * float(one[0].sum())
 
     for chunks in ((rows(), longer()), (longer(), rows())):
-        module = classifier()
-        module.seen = []
         engine = engine_of(module, **OF_N)
         engine.begin(1)
         with nothing_shown():
@@ -163,8 +148,7 @@ def test_a_record_contributes_the_same_whichever_shape_decides_the_mode():
         sums.append(dict(engine._sums))
         modes.append(engine.step.mode)
         engine.raise_if_none_contributed()
-        assert not module.seen
-    assert modes == [TRACED, LOOP] and relative_error(*sums) < 1e-6
+    assert modes == [TRACED, LOOP] and relative_error(*sums) < 1e-6 and not module.seen
 
 
 def test_a_shape_that_cannot_be_traced_may_come_first_in_a_round():
@@ -235,35 +219,18 @@ def test_products_of_low_precision_make_no_norm_too_small():
         torch.set_float32_matmul_precision(before)
 
 
-def test_norms_of_a_step_under_autocast_are_in_full_precision():
-    """Positions whose gradients all but cancel: norms by products in bfloat16 let a record add 1.28 times S."""
-    torch.manual_seed(7)
-    x, weights = torch.randn(1, 1, 64) + 0.06 * torch.randn(1, 4, 64), torch.randn(1, 64)
-    sign = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
-    engine = engine_of(nn.Linear(64, 64, bias=False), 1.0, **OF_N)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = sums_of(engine, lambda m, one: (10 * m(one[0]).float() * one[1] * sign).sum(), (x, weights))
-    assert engine.step.mode == TRACED and 0.99 < norm_of(found) <= 1.0
-
-
 def test_chunks_of_another_size_run_no_code_of_the_steps():
     """Where a counter, or a generator, of its own could decide what it does."""
-    module = classifier(nn.Dropout(0.5))
-    module.extra = nn.Linear(8, 3)
-    is_next = [False]
+    calls, engine = [], engine_of(classifier(nn.Dropout(0.5)), **OF_N)
 
     def counting(m, one):
-        loss = F.cross_entropy(nn.Sequential.forward(m[:-1], one[0]), one[1]) + 0 * m.extra.bias.sum()
-        if is_next[0]:
-            is_next[0] = False
-            loss = loss + F.cross_entropy(m.extra(one[0]), one[1])
-        return loss
+        calls.append(1)
+        return loss_of(m, one)
 
-    engine = engine_of(module, **OF_N)
     sums_of(engine, counting, rows())
-    is_next[0] = True
-    found = sums_of(engine, counting, rows(5))
-    assert is_next[0] and found["0.weight"].any() and not found["extra.weight"].any()
+    before = len(calls)
+    assert sums_of(engine, counting, rows(5))["0.weight"].any() and engine.step.mode == TRACED
+    assert len(calls) == before > 0
 
 
 # What the proof finds
@@ -346,43 +313,34 @@ def test_what_is_hidden_by_weights_of_zero_is_found(monkeypatch):
 # Labels of a CTC loss
 
 
-def test_labels_out_of_range_read_no_memory_outside_the_table():
-    """A packed sequence runs as written, where PyTorch's own loss would read what lies there."""
+def ctc_sums(mode, labels, lengths, some=slice(None)):
     torch.manual_seed(0)
-    module = nn.ModuleList([nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 5)])
+    engine = engine_of(nn.Linear(4, 5), **OF_N)
+    engine.step.mode = mode
 
     def loss_of(m, one):
         x, labels, length = one
-        packed = m[0](nn.utils.rnn.pack_padded_sequence(x, length, batch_first=True))[0]
-        scores = m[1](nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]).log_softmax(-1)
-        return F.ctc_loss(scores.transpose(0, 1), labels, length, torch.tensor([2]))
+        return F.ctc_loss(m(x).log_softmax(-1).transpose(0, 1), labels, torch.tensor([9]), length)
 
-    batch = torch.randn(N, 9, 4), torch.randint(1, 5, (N, 2)), torch.full((N,), 9)
-    batch[1][3, 0] = 14
-    engine = engine_of(module, **OF_N)
-    engine.step.public = rows_of(batch, slice(1))
-    found = sums_of(engine, loss_of, batch)
-    without = sums_of(engine, loss_of, rows_of(batch, torch.arange(N) != 3))
-    assert engine.step.mode == LOOP and all(torch.allclose(found[n], without[n], atol=1e-7) for n in found)
+    return sums_of(engine, loss_of, rows_of((torch.randn(N, 9, 4), labels, lengths), some))
 
 
+@pytest.mark.parametrize("mode", [None, LOOP])
+def test_labels_out_of_range_read_no_memory_outside_the_table(mode):
+    """Where PyTorch's own loss would read what lies there."""
+    labels, lengths = torch.randint(1, 5, (N, 2)), torch.full((N,), 2)
+    labels[3, 0] = 14
+    found, without = (ctc_sums(mode, labels, lengths, some) for some in (slice(None), torch.arange(N) != 3))
+    assert all(torch.allclose(found[n], without[n], atol=1e-7) for n in found) and found["bias"].any()
+
+
+@pytest.mark.parametrize("mode", [None, LOOP])
 @pytest.mark.parametrize("padding", [-100, 5])
-def test_padded_labels_of_ctc_are_no_wrong_ones(padding):
-    torch.manual_seed(0)
-    module = nn.Linear(4, 5)
-    x, labels, lengths = torch.randn(N, 9, 4), torch.randint(1, 5, (N, 3)), torch.randint(1, 4, (N,))
+def test_padded_labels_of_ctc_are_no_wrong_ones(padding, mode):
+    labels, lengths = torch.randint(1, 5, (N, 3)), torch.randint(1, 4, (N,))
     padded = torch.where(torch.arange(3) < lengths[:, None], labels, padding)
-
-    def loss_of(m, one):
-        return F.ctc_loss(m(one[0]).log_softmax(-1).transpose(0, 1), one[1], torch.tensor([9]), one[2])
-
-    for mode in (None, LOOP):
-        sums = []
-        for given in (labels, padded):
-            engine = engine_of(module, **OF_N)
-            engine.step.mode = mode
-            sums.append(sums_of(engine, loss_of, (x, given, lengths)))
-        assert all(torch.allclose(sums[0][n], sums[1][n], atol=1e-7) for n in sums[0]) and sums[0]["bias"].any()
+    sums, others = (ctc_sums(mode, given, lengths) for given in (labels, padded))
+    assert all(torch.allclose(sums[n], others[n], atol=1e-7) for n in sums) and sums["bias"].any()
 
 
 def test_records_are_copied_whatever_their_batch_looks_like_in_memory():
@@ -395,14 +353,16 @@ def test_records_are_copied_whatever_their_batch_looks_like_in_memory():
 
 
 def test_processes_trace_the_same_graph():
-    """Whatever order their sets have."""
-    code = "import test_one_record; print(test_one_record.digest())"
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert str(digest()) == other.stdout.split()[-1]
+    """Whatever order their sets have: processes of a fork server have another seed of hashes."""
+    found = FORKS.SimpleQueue()
+    process = FORKS.Process(target=tell_digest, args=(found,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and found.get() == digest()
+
+
+def tell_digest(found):
+    found.put(digest())
 
 
 def digest():

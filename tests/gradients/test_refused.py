@@ -62,16 +62,6 @@ class FunctionalBatchNorm(nn.Module):
         return F.batch_norm(x, torch.zeros(5), torch.ones(5), training=True)
 
 
-class BatchNorm(nn.Module):
-    """Of a model from torch.export, which has no such layer any more."""
-
-    def __new__(cls):
-        net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)).double()
-        dynamic = ({0: torch.export.Dim("B")},)
-        program = torch.export.export(net, (torch.randn(3, 4).double(),), dynamic_shapes=dynamic)
-        return program.run_decompositions().module()
-
-
 class NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -150,7 +140,6 @@ REFUSED = {  # what is said, whether some rounds are released before, and functi
         lambda: torch.jit.script(nn.Linear(4, CLASSES)))),
     "batch norm, called": ("training_step", False, {
         **net(LINEAR, FunctionalBatchNorm, CLASSIFY), "callback": {"max_physical_batch_size": 1}}),
-    "batch norm, exported": ("training_step", False, {"module": lambda: Model(BatchNorm())}),
     "no backward pass": (UNTRAINED, False, {
         "module": lambda: stepping(lambda m, x, y: F.cross_entropy(NoBackward.apply(m.net(x)), y))}),
     "a backward pass that fails": (UNTRAINED, False, {"module": lambda: stepping(in_place)}),

@@ -3,6 +3,7 @@
 What a record contributes depends on no other, whatever the step does to PyTorch, to its batch, or to generators.
 """
 
+import functools
 import math
 import random
 import re
@@ -28,7 +29,6 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.step, self.linear = step, nn.Linear(6, 6)
-        self.outside, self.numbers = Outside(), lambda x: iter([1.0, -1.0])
         self.double()
 
     def forward(self, x):
@@ -52,29 +52,6 @@ def asking(x):
 def changed(change):
     """A loss of changed scores y [4, 6]."""
     return lambda m, x: (change(m.linear(x).tanh()) * x.tanh()).sum()
-
-
-class Outside(nn.Module):
-    """Runs record by record, since it asks NumPy."""
-
-    def forward(self, x, numbers=()):
-        if x.detach().numpy()[0, 0] < -100:
-            raise ValueError
-        return x * next(numbers) if numbers else x
-
-
-def caught_of_outside(m, x):
-    y = m.linear(x)
-    try:
-        m.outside(x)
-    except ValueError:
-        return y.square().sum()
-    return y.sum()
-
-
-def given_back(m, x):
-    y = m.linear(x)
-    return y.sum() * (1 if m.outside(y * 0) is y else -1) + (m.outside(x.abs()) is x)
 
 
 class Mixing(torch.autograd.Function):
@@ -121,17 +98,6 @@ def hooked(m, x):
     return y.tanh().sum()
 
 
-def prehooked(m, x):
-    y = (m.linear(x) / 1000).exp()
-    y.grad_fn.register_prehook(lambda grads: tuple(g * g.sum().sign() for g in grads))
-    return (y * x).sum()
-
-
-def shown(m, x):
-    y = (m.linear(x) / 1000).exp()
-    return (y * y.grad_fn._saved_result.sum().sign()).sum()
-
-
 class Rounding(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -152,18 +118,16 @@ def logged(y):
     return y + 0 * len({"loss": y.sum().item(), "scores": y.detach().numpy()})
 
 
-def caught(y):
-    try:
-        return y if y.sum() > 0 else 2 * y
-    except Exception:
-        return y
+def caught(change):
+    """Where it fails, scores stay as they are."""
 
+    def changed_or_not(y):
+        try:
+            return change(y)
+        except Exception:
+            return y
 
-def selected(y):
-    try:
-        return y + y[y > 0].sum()
-    except Exception:
-        return y
+    return changed_or_not
 
 
 def decomposed(m, x):
@@ -176,16 +140,13 @@ def decomposed(m, x):
     return m.linear(x * L.diagonal()).sum()
 
 
-def tree(m, x):
-    """Branches within branches, on a truth, a number and a list."""
-    y = m.linear(x) if x.sum() > 0 else -m.linear(x)
-    y = y.square() if bool((x.max() > 1).any()) else y
-    y = y.tanh() if int((x[:, 0] > 0).sum()) == 1 else y
-    return y.sum() * (2 if (x[:1, 1] > 1.5).tolist()[0] else 1)
-
-
 def repeated(m, x):
     return m.linear(x.repeat_interleave((x[:, 0] > 0).long(), 0)).sum()
+
+
+@torch.jit.script
+def scaled(x):
+    return (x.square() + 1).log().sum()
 
 
 def counted(m, x):
@@ -198,32 +159,12 @@ def put(y, mask, value):
     return y
 
 
-def rooted(y):
-    try:
-        return y / math.sqrt(y.square().sum().item())
-    except Exception:
-        return y
-
-
 def looked_up(m, x):
     """A table with gradients that are sparse."""
     return F.embedding((x[:, 0] > 0).long() * (2 if asking(x) else 1), m.linear.weight, sparse=True).square().sum()
 
 
-def of_scripts(make):
-    @make
-    def scale(x):
-        return (x.square() + 1).log().sum()
-
-    return lambda m, x: scale(x) * m.linear(x).tanh().sum()
-
-
-def traced_script(function):
-    return torch.jit.trace(function, torch.ones(4, 6).double())
-
-
-def compiled(function):
-    return torch.compile(function, backend="eager")
+compiled = functools.partial(torch.compile, backend="eager")
 
 
 @compiled
@@ -240,51 +181,58 @@ def in_chunks(m, x):
 ASKED = "a record's data"
 TRACES_COMPILED = torch.__version__ >= "2.10"
 WITH_COMPILED = (TRACED,) if TRACES_COMPILED else (LOOP, "a dynamo-optimized function")
+
+
+def of_scores(changes, mode, *words):
+    """Steps that change their scores y [4, 6]."""
+    return {name: (changed(change), mode, *words) for name, change in changes.items()}
+
+
+TRACES = {
+    "saved tensors": saved, "a hook of an activation": hooked, "a dispatch mode": dispatched,
+    "ties": lambda m, x: (x.sign() * m.linear.bias).max() + m.linear(x).sum() * 1e-3,
+    "NaN is not added": lambda m, x: torch.addmm(torch.full((6,), math.nan).to(x), x, m.linear.weight.T, beta=0).sum(),
+    "a script": lambda m, x: scaled(x) * m.linear(x).tanh().sum(),
+}  # fmt: skip
 STEPS = {  # a step, its mode, words of the reason; a reason names the line
-    "a rule for vmap": (changed(Mixing.apply), TRACED),
-    "saved tensors": (saved, TRACED), "a hook of an activation": (hooked, TRACED),
-    "a number for a logger": (changed(logged), TRACED),
-    "ties": (lambda m, x: (x.sign() * m.linear.bias).max() + m.linear(x).sum() * 1e-3, TRACED),
-    "NaN is not added": (lambda m, x: torch.addmm(torch.full((6,), math.nan).to(x), x, m.linear.weight.T, beta=0).sum(),
-                         TRACED),
-    "written": (changed(lambda y: put(y, y > 0, 0.5)), TRACED),
-    "a script": (of_scripts(torch.jit.script), TRACED), "a traced script": (of_scripts(traced_script), TRACED),
+    **{name: (step, TRACED) for name, step in TRACES.items()},
+    **of_scores({
+        "a rule for vmap": Mixing.apply, "a number for a logger": logged, "written": lambda y: put(y, y > 0, 0.5),
+        "a number added up, and its class": lambda y: y if isinstance(1 - 2 * y.sum().item(), float) else 2 * y,
+        "a layer compiled in place": lambda y: y,
+    }, TRACED),
     "a compiled function": (lambda m, x: shifted(m.linear.bias, x).sum(), *WITH_COMPILED),
-    "a compiled layer": (changed(lambda y: y), *WITH_COMPILED),
-    "a layer compiled in place": (changed(lambda y: y), TRACED),
-    "a compiled layer, asked": (changed(lambda y: y * bool(y.sum() < 1e9)), LOOP, ASKED if TRACES_COMPILED else ""),
-    "a hook of a node": (prehooked, TRACED), "a node's tensor": (shown, TRACED),
-    "a dispatch mode": (dispatched, TRACED),
-    "a branch": (changed(lambda y: y if y.sum() > 0 else 2 * y), LOOP, "a record's data (__bool__)"),
-    "branches within branches": (tree, LOOP, ASKED), "a batch changed": (negated, LOOP, ASKED),
-    "a number": (changed(lambda y: y * y.sum().item()), LOOP, "a product instead of .item()"),
-    "NumPy": (changed(lambda y: y * float(np.abs(y.detach().numpy()).max() + 1)), LOOP, "a branch or a number"),
+    **of_scores({"a compiled layer": lambda y: y}, *WITH_COMPILED),
+    **of_scores({"a compiled layer, asked": lambda y: y * bool(y.sum() < 1e9)}, LOOP, ASKED if TRACES_COMPILED else ""),
+    **of_scores({"a branch": lambda y: y if y.sum() > 0 else 2 * y}, LOOP, "a record's data (__bool__)"),
+    **of_scores({"a length": lambda y: y[:, : int((y > 0).sum()) + 1].sum(1, True) * y}, LOOP, f"{ASKED} (__int__)"),
+    **of_scores({"text": lambda y: y * (2 if "-" in f"{y.detach()}" else 1)}, LOOP, ""),
+    **of_scores({"a list": lambda y: y * (2 if (y[:1, 1] > 0).tolist()[0] else 1)}, LOOP, ASKED),
+    **of_scores({"a number": lambda y: y * y.sum().item()}, LOOP, "a product instead of .item()"),
+    **of_scores({"NumPy": lambda y: y * float(np.abs(y.detach().numpy()).max() + 1)}, LOOP, "a branch or a number"),
+    **of_scores({
+        "a mask": lambda y: y + y[y > 0].sum(), "nonzero": lambda y: y[(y[:, 0] > 0).nonzero()[:, 0]].sum() * y,
+        "masked_select": lambda y: y.masked_select(y > 0).sum() * y,
+        "rows written": lambda y: put(y, y[:, 0] > 0, 2 * y[y[:, 0] > 0]),
+    }, LOOP, "a shape depends"),
+    **of_scores({
+        "an error caught": caught(lambda y: y if y.sum() > 0 else 2 * y),
+        "an error of a shape caught": caught(lambda y: y + y[y > 0].sum()),
+        "an error of a number caught": caught(lambda y: y / math.sqrt(y.square().sum().item())),
+    }, LOOP, "catches an error"),
+    **of_scores({
+        "Python's generator": lambda y: y + 0 * random.random(),
+        "NumPy's generator": lambda y: y + 0 * np.random.rand(),
+    }, LOOP, "Python's or NumPy's generator", "Use torch's generator"),
+    **of_scores({"an operator of its own": doubled}, LOOP, "dpexp_tests.doubled"),
+    "a batch changed": (negated, LOOP, ASKED), "a sparse table": (looked_up, LOOP, ASKED),
     "a sign of NaN": (lambda m, x: m.linear(x).sum() * math.copysign(1, (x[0, 1] * math.nan).item()), LOOP, ASKED),
-    "text": (changed(lambda y: y * (2 if "-" in f"{y.detach()}" else 1)), LOOP, ""),
-    "a length": (changed(lambda y: y[:, : int((y > 0).sum()) + 1].sum(1, True) * y), LOOP, "a record's data (__int__)"),
     "rows of a layer": (repeated, LOOP, "a shape depends on a record's data", "weight with a mask"),
-    "a mask": (changed(lambda y: y + y[y > 0].sum()), LOOP, "a shape depends"),
-    "rows": (changed(lambda y: y[y[:, 0] > 0].sum() * y), LOOP, "a shape depends"),
-    "nonzero": (changed(lambda y: y[(y[:, 0] > 0).nonzero()[:, 0]].sum() * y), LOOP, "a shape depends"),
-    "masked_select": (changed(lambda y: y.masked_select(y > 0).sum() * y), LOOP, "a shape depends"),
-    "rows written": (changed(lambda y: put(y, y[:, 0] > 0, 2 * y[y[:, 0] > 0])), LOOP, "a shape depends"),
     "weights selected": (lambda m, x: m.linear.bias[m.linear.bias > 0].sum() * x.sum(), LOOP, "a shape depends"),
     "a range": (counted, LOOP, "reads a record's value", "torch.where(condition, a, b)"),
-    "a number added up, and its class": (
-        changed(lambda y: y if isinstance(1 - 2 * y.sum().item(), float) else 2 * y), TRACED),
-    "an error caught": (changed(caught), LOOP, "catches an error"),
-    "an error of a shape caught": (changed(selected), LOOP, "catches an error"),
-    "an error of a number caught": (changed(rooted), LOOP, "catches an error"),
-    "an error of NumPy caught": (caught_of_outside, LOOP, ASKED), "given back": (given_back, LOOP, ASKED),
-    "iterated": (lambda m, x: (m.linear(x) * m.outside(x.abs(), m.numbers(x))).sum(), LOOP, ASKED),
     "an error caught of PyTorch": (decomposed, LOOP, "raises an error for some records"),
-    "an error for some": (changed(lambda y: y + torch.linalg.inv(torch.eye(6) + y.mT @ y).sum()), LOOP, "for some"),
     "a median": (lambda m, x: (x.sign() * m.linear.bias.exp()).median() + m.linear(x).sum() * 1e-3, LOOP, "wrong"),
     "memory behind a tensor": (lambda m, x: m.linear(x.as_strided((4, 6), (6, 1), 0)).sum(), LOOP, "wrong"),
-    "a sparse table": (looked_up, LOOP, ASKED),
-    "Python's generator": (changed(lambda y: y + 0 * random.random()), LOOP, "Use torch's generator"),
-    "NumPy's generator": (changed(lambda y: y + 0 * np.random.rand()), LOOP, "Python's or NumPy's generator"),
-    "an operator of its own": (changed(doubled), LOOP, "dpexp_tests.doubled"),
 }  # fmt: skip
 if hasattr(nn, "LinearCrossEntropyOptions"):
     STEPS["a chunked cross-entropy"] = in_chunks, LOOP, "not one of PyTorch's operators"

@@ -5,11 +5,11 @@ from unittest import mock
 import pytest
 import torch
 from plans import plan_of
-from reference import engine_of, relative_error, sums_apart, sums_of
+from reference import cross_entropy, engine_of, relative_error, sums_apart, sums_of
 from test_callback import fit
 from test_one_record import OF_N, N, classifier, loss_of, rows
 from torch import nn
-from torch.nn import functional as F
+from zoo import sequences, written
 
 from dpexp import PrivacyCallback
 from dpexp.errors import ConfigError
@@ -22,72 +22,38 @@ from dpexp.privacy.plan.groups import per_layer
 from dpexp.privacy.refusals import refuse_low_memory
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(2, 3)
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
+def deep():
+    layers = [layer for _ in range(16) for layer in (nn.Linear(48, 48), nn.Tanh())]
+    return nn.Sequential(nn.Embedding(11, 48), *layers, nn.Linear(48, 11), nn.Dropout(0.1))
 
 
-class Decoder(nn.Module):
-    def __init__(self, tied, width=8, blocks=2, words=11):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, x):
-        return self.head(self.blocks(self.tokens(x)))
+def words():
+    x = torch.randint(11, (N, 24))
+    return x, x
 
 
-def next_word(module, one):
-    return F.cross_entropy(module(one[0]).flatten(0, 1), one[0].flatten())
-
-
-def words(count=N):
-    return (torch.randint(11, (count, 24), generator=torch.Generator().manual_seed(1)),)
-
-
-def images(count=N):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, 8, 8, generator=generator), torch.randint(3, (count,), generator=generator)
-
-
-def cnn():
-    torch.manual_seed(0)
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3), nn.ReLU()
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(288, 3))
-
-
+ZOO = sequences.MODELS | written.MODELS
+OF_ZOO = "weight-standardized convolutions", "attention with its weights", "tied language model"
 MODELS = {
     "MLP": (classifier, loss_of, rows),
-    "CNN": (cnn, loss_of, images),
-    "decoder": (lambda: Decoder(tied=False), next_word, words),
-    "deep decoder": (lambda: nn.Sequential(Decoder(False, 48, 8), nn.Dropout(0.1)), next_word, words),
-    "tied decoder": (lambda: Decoder(tied=True), next_word, words),
     "dropout": (lambda: classifier(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.3)), loss_of, rows),
+    "deep": (deep, cross_entropy, words),
+    **{name: (lambda name=name: ZOO[name].build(False), cross_entropy, ZOO[name].batch) for name in OF_ZOO},
 }
 
 
 def found_by(name, low_memory, batch=None, **choices):
     """Sums, norms and losses of a round from one random state."""
     build, loss, batch_of = MODELS[name]
+    torch.manual_seed(0)
     engine = engine_of(build(), compiled=False, low_memory=low_memory, **OF_N, **choices)
     batch = batch_of() if batch is None else batch
     sums_of(engine, loss, batch)
     torch.manual_seed(3)
     sums = sums_of(engine, loss, batch)
     (observed,) = engine.observations
-    after = torch.rand(())
     assert engine.step.mode == TRACED, engine.step.reason
-    return engine, loss, batch, sums | {f"of records {k}": v for k, v in observed.items()} | {"random": after}
+    return engine, loss, batch, sums | {f"of records {k}": v for k, v in observed.items()} | {"random": torch.rand(())}
 
 
 def assert_equal(some, other):
@@ -96,12 +62,11 @@ def assert_equal(some, other):
         assert torch.equal(value.nan_to_num(9), other[name].nan_to_num(9)), name
 
 
-BITS = [*((name, None) for name in MODELS if name != "deep decoder"), ("decoder", per_layer())]
+BITS = [*((name, {}) for name in MODELS if name != "deep"), ("attention with its weights", {"group": per_layer()})]
 
 
-@pytest.mark.parametrize("name, group", BITS)
-def test_both_runs_together_give_the_bits_of_one_run(name, group):
-    choices = {"group": group} if group else {}
+@pytest.mark.parametrize("name, choices", BITS)
+def test_both_runs_together_give_the_bits_of_one_run(name, choices):
     *_, usual = found_by(name, False, **choices)
     engine, loss, batch, low = found_by(name, True, **choices)
     assert_equal(usual, low)
@@ -131,7 +96,7 @@ def peak(module):
 
 
 def test_each_run_holds_less_at_once_and_draws_nothing_twice():
-    engine, *_ = found_by("deep decoder", True)
+    engine, *_ = found_by("deep", True)
     graph = engine.step._usual_shape._by_rows[engine.step.usual]
     norms, sums = two_runs(graph.run, graph.outputs)
     assert peak(norms) < 0.4 * peak(graph.run)
@@ -173,18 +138,15 @@ def not_deterministic():
 @pytest.mark.usefixtures("not_deterministic")
 def test_operators_are_deterministic_in_both_runs_and_as_before_afterwards():
     """On a CPU, too: with several threads, index_put adds in parallel, in any order."""
-    engine, seen = engine_of(classifier(), low_memory=True, **OF_N), []
+    seen, bound = [], graph_module._bound
 
     def note(module):
         run = bound(module)
         return lambda *inputs: seen.append(torch.are_deterministic_algorithms_enabled()) or run(*inputs)
 
-    bound = graph_module._bound
     with mock.patch.object(graph_module, "_bound", note):
-        sums_of(engine, loss_of, rows())
-    assert len(seen) > 1
-    assert all(seen)
-    assert not torch.are_deterministic_algorithms_enabled()
+        sums_of(engine_of(classifier(), low_memory=True, **OF_N), loss_of, rows())
+    assert len(seen) > 1 and all(seen) and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.usefixtures("not_deterministic")
