@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset, default_collate
-from transformers import GPT2LMHeadModel, TrainerCallback
+from transformers import TrainerCallback
 
 import dpexp
 from dpexp.integrations.transformers import PrivateTrainer
@@ -337,15 +337,33 @@ def test_of_networks_that_take_turns_the_critic_is_private_while_the_generator_l
 # A Trainer of transformers
 
 
-def gpt2(kind=GPT2LMHeadModel, layers=1):
+class Words(nn.Module):
+    """Predicts the first of the words, and gives its loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids, labels):
+        return {"loss": F.cross_entropy(self.head(self.words(input_ids).mean(1)), labels[:, 0])}
+
+
+class InHalf(Words):
+    def forward(self, input_ids, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(input_ids, labels)
+
+
+def gpt2():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": layers, "n_head": 2}
-    return kind(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
 def its_trainer(folder, model=None, callbacks=(), options=None, **arguments):
-    """A PrivateTrainer of a tiny GPT-2 on its own texts, for six rounds in epochs of ten."""
-    model = model or gpt2()
+    """A PrivateTrainer on texts of its own, for six rounds in epochs of ten."""
+    model = model or Words()
     ids = torch.randint(20, (N, 6), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 0.01}
@@ -484,18 +502,12 @@ def test_adapters_whose_ranks_are_chosen_as_they_train(tmp_path):
     assert its.private.rounds_done == 6 and model.peft_config["default"].rank_pattern
 
 
-class InHalf(GPT2LMHeadModel):
-    def forward(self, *args, **others):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(*args, **others)
-
-
 def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
     """As a model does whose forward is under autocast; evaluations before and between the rounds change nothing."""
-    usual = {"options": {"noise_seed": 1}, "remove_unused_columns": False, "eval_strategy": "steps", "eval_steps": 2}
+    usual = {"options": {"noise_seed": 1}, "eval_strategy": "steps", "eval_steps": 2}
     its, in_half, other = (
-        its_trainer(tmp_path / name, gpt2(kind), **usual, bf16=name == "bf16")
-        for name, kind in (("bf16", GPT2LMHeadModel), ("in half", InHalf), ("other", GPT2LMHeadModel))
+        its_trainer(tmp_path / name, kind(), **usual, bf16=name == "bf16")
+        for name, kind in (("bf16", Words), ("in half", InHalf), ("other", Words))
     )
     its.evaluate()
     found = trained(its)
@@ -503,13 +515,12 @@ def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
 
 
 def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path):
-    models = gpt2(layers=2), gpt2(layers=2)
+    models = gpt2(), gpt2()
     models[1].gradient_checkpointing_enable()  # as scripts do by themselves
     models[1].enable_input_require_grads()
     usual, low = (
         its_trainer(
             tmp_path / str(k), model, options={"noise_seed": 1, "compile": False}, gradient_checkpointing=bool(k),
-            remove_unused_columns=False,
         )
         for k, model in enumerate(models)
     )  # fmt: skip
