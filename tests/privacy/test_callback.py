@@ -294,7 +294,7 @@ def test_rounds_between_the_state_of_a_checkpoint_and_its_saving_belong_to_its_r
             torch.save(self.checkpoint, tmp_path / "three.ckpt")
 
     module = Model()
-    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", noise_seed=SEED)
     trainer(privacy, Late(), max_steps=5).fit(module, Data())
     assert resumed(tmp_path, tmp_path / "three.ckpt").global_step == T
     assert len(read_ledger(tmp_path / "l.jsonl")) == 5 + T - 3

@@ -1,5 +1,6 @@
 """What is found out before the first round: which steps are traced, one record at a time, or refused."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -176,75 +177,51 @@ def test_a_list_of_losses_that_a_hook_reads_is_refused(tmp_path, kept, hook):
 
 
 class Changing(Model):
-    """Whose loss is multiplied by what a hook, the round, or the learning rate says."""
+    """Whose loss is multiplied by a factor, which a hook changes after round 2."""
 
-    def __init__(self, factor, hook=lambda module, t: None):
+    def __init__(self, factor, change):
         super().__init__()
-        self.factor, self.hook = factor, hook
-        self.hparams["beta"], self.options, self.act = 1.0, {"beta": [1.0]}, torch.tanh
+        self.factor, self.change = factor, change
+        self.hparams["beta"], self.options, self.act = 1.0, {"beta": [1.0]}, torch.sign
         self.plain = SimpleNamespace(beta=1.0)
         self.register_buffer("scale", None)
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * 0.02 * self.factor(self, batch_idx)
+        return super().training_step(batch, batch_idx) * 0.02 * self.factor(self)
 
     def on_train_batch_end(self, *_):
-        self.hook(self, self.trainer.global_step)
+        if self.trainer.global_step == 2:
+            self.change(self)
 
 
-def after_round_2(name, value):
-    return lambda m, t: t == 2 and setattr(m, name, value)
-
-
-def tripled(m, t):
-    if t == 2:
-        m.net[0].register_forward_hook(lambda layer, given, found: 3 * found)
-
-
-CHANGES = {  # the factor, and what a hook does after round t
-    "hparams": (lambda m, i: m.hparams["beta"], lambda m, t: m.hparams.update(beta=1 + t / 2)),
-    "options": (lambda m, i: m.options["beta"][0], lambda m, t: m.options["beta"].__setitem__(0, 1 + t / 2)),
-    "plain": (lambda m, i: m.plain.beta, lambda m, t: setattr(m.plain, "beta", 1 + t / 2)),
-    "a function": (lambda m, i: m.act(torch.ones(())), after_round_2("act", torch.exp)),
-    "a default": (lambda m, i: getattr(m, "gain", 1.0), after_round_2("gain", 2.0)),
-    "a buffer": (lambda m, i: 1.0 if m.scale is None else m.scale, after_round_2("scale", torch.tensor(2.0))),
-    "a hook": (lambda m, i: 1.0, tripled),
-    "a late round": (lambda m, i: 3 if m.global_step >= 3 else 1,),
-    "the number of the batch": (lambda m, i: 1 + i,),
-    "the learning rate": (lambda m, i: 1 + m.optimizers().param_groups[0]["lr"],),
-}
-
-
-class Expected(Modes):
-    """What each round's sum is by hand, with the module as it is then."""
-
-    def __init__(self, records):
-        super().__init__()
-        self.records, self.sums = records, []
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.place = batch_idx
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        kept = [parameter.grad for parameter in module.parameters()]
-        factor = 0.02 * float(module.factor(module, self.place))
-        scaled = SimpleNamespace(
-            zero_grad=module.zero_grad, parameters=module.parameters,
-            training_step=lambda batch, i: factor * F.cross_entropy(module.net(batch[0]), batch[1]),
-        )  # fmt: skip
-        self.sums.append(sum_of_clipped(scaled, self.records))
-        for parameter, gradient in zip(module.parameters(), kept, strict=True):
-            parameter.grad = gradient
+CHANGES = {  # the factor, 1 at first; what changes it; what it is then
+    "hparams": (lambda m: m.hparams["beta"], lambda m: m.hparams.update(beta=2.0), 2),
+    "options": (lambda m: m.options["beta"][0], lambda m: m.options["beta"].__setitem__(0, 2.0), 2),
+    "plain": (lambda m: m.plain.beta, lambda m: setattr(m.plain, "beta", 2.0), 2),
+    "a function": (lambda m: m.act(torch.ones(())), lambda m: setattr(m, "act", torch.exp), math.e),
+    "a default": (lambda m: getattr(m, "gain", 1.0), lambda m: setattr(m, "gain", 2.0), 2),
+    "a buffer": (
+        lambda m: 1.0 if m.scale is None else m.scale, lambda m: setattr(m, "scale", torch.tensor(2.0)), 2),
+    "a hook": (lambda m: 1.0, lambda m: m.net[0].register_forward_hook(lambda layer, given, found: 3 * found), 1),
+    "a late round": (lambda m: 3 if m.global_step >= 2 else 1, lambda m: None, 3),
+    "the learning rate": (
+        lambda m: 1 + 1e6 * m.optimizers().param_groups[0]["lr"],
+        lambda m: m.optimizers().param_groups[0].update(lr=1e-6), 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_step_between_rounds_changes_what_is_released(tmp_path, change):
-    expected = Expected(rows(5))
-    found, _ = trained(tmp_path, Changing(*CHANGES[change]), rows(5), steps=4, callbacks=[expected])
-    assert len(found) == len(expected.sums) == 4
-    for one, by_hand in zip(found, expected.sums, strict=True):
+    factor, act, after = CHANGES[change]
+    module = Changing(factor, act)
+    found = released(tmp_path, module, rows(5), steps=4)  # traced again
+    before, changed = (
+        sum_of_clipped(stepping(lambda m, x, y, f=f: 0.02 * f * F.cross_entropy(m.net(x), y), net), rows(5))
+        for f, net in ((1, None), (after, module.net))
+    )
+    for one, by_hand in zip(found, (before, before, changed, changed), strict=True):
         assert torch.allclose(one, by_hand, atol=1e-6)
-    assert expected.seen == [TRACED] * 4, "and it is traced again"
+    assert not torch.allclose(before, changed, atol=1e-3)
 
 
 # How records are processed
