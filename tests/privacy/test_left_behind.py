@@ -242,9 +242,9 @@ def set_rate(owner, model, loss):
 
 OF_CLOSURE: list[torch.Tensor] = []  # keeps what it is given, and is assumed to be read by nobody
 DO_NO_HARM = {
-    "keeps": (set_attributes, append_to_lists, set_rate),
+    "keeps": (set_attributes, append_to_lists),
     "tells": (
-        log, tell, lambda owner, model, loss: getattr(owner, "print", print)("a record"),
+        log, tell, set_rate, lambda owner, model, loss: getattr(owner, "print", print)("a record"),
         lambda owner, model, loss: model.metric(loss.detach()),
     ),
 }  # fmt: skip

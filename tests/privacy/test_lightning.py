@@ -206,55 +206,57 @@ def test_a_job_stopped_after_its_last_round_keeps_its_averaged_model_when_resume
     assert float(accuracy) == pytest.approx(metrics["test_accuracy"], abs=1e-6)
 
 
-def test_a_damaged_checkpoint_is_told_and_options_of_ones_own_are_resumed(
+def claims_privacy(folder):
+    """Removes from a job's configuration what makes its run not private."""
+    config, overrides = folder / "config.yaml", folder / ".hydra" / "overrides.yaml"
+    config.write_text(config.read_text().replace("noise_seed: 7", "noise_seed: null").replace(": unsafe", ": none"))
+    overrides.write_text(re.sub("- (privacy.noise_seed=7|diagnostics=unsafe)\n", "", overrides.read_text()))
+
+
+def assert_not_private(folder, run, word):
+    """For what happened, whatever its configuration says by now."""
+    assert result_of(folder)["private"] is False and "**Not private**" in (folder / "card.md").read_text()
+    assert re.match(f"no.*{word}", run.data.tags["dpexp.private"])
+
+
+def test_a_damaged_checkpoint_is_told_and_options_of_ones_own_are_resumed_but_none_that_claims_privacy(
     stopped_before_it_kept_its_model, dpexp_job, tmp_path
 ):
     (tmp_path / "my" / "group").mkdir(parents=True)
     (tmp_path / "my" / "group" / "own.yaml").write_text(
         "_target_: dpexp.privacy.plan.groups.Groups\ngroups:\n  mine: {rest: true}\n"
     )
-    folder = stopped_before_it_kept_its_model("--config-dir", "my", "group=own", "tracking=none")
+    folder = stopped_before_it_kept_its_model("--config-dir", "my", "group=own", "diagnostics=unsafe")
     whole = (folder / "last.ckpt").read_bytes()
     (folder / "last.ckpt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(SystemExit, match=r"^dpexp: the checkpoint \S+last.ckpt cannot be read .*: it is damaged"):
         dpexp_job("resume", str(folder))
     (folder / "last.ckpt").write_bytes(whole)
+    claims_privacy(folder)
     dpexp_job("resume", str(folder))
-    assert [*result_of(folder)["groups"]] == ["mine"] and (folder / "card.md").exists()
+    assert [*result_of(folder)["groups"]] == ["mine"]
+    (run,) = store_of(tmp_path).search_runs(["1"])
+    assert_not_private(folder, run, "unsafe")
 
 
 def test_a_second_resume_leaves_the_run_of_the_first_alone_and_a_copied_folder_has_its_own(
     stopped_before_it_kept_its_model, dpexp_job, tmp_path
 ):
-    folder = stopped_before_it_kept_its_model()
+    folder, copied = stopped_before_it_kept_its_model("privacy.noise_seed=7"), tmp_path / "copy"
     with FileLock(folder / "job.lock"), pytest.raises(SystemExit, match="running in another process"):
         dpexp_job("resume", str(folder))
     (run,) = store_of(tmp_path).search_runs(["1"])
     assert run.info.status == "KILLED" and run.data.tags["dpexp.error"] == "interrupted by the keyboard"
-    shutil.copytree(folder, tmp_path / "copy")
-    folders = (folder, tmp_path / "copy")
-    for path in folders:
+    shutil.copytree(folder, copied)
+    for path in (folder, copied):
+        claims_privacy(path)
         dpexp_job("resume", str(path))
-    runs = store_of(tmp_path).search_runs(["1"])
-    assert {run.info.run_id for run in runs} == {
-        result_of(path)["mlflow_run_id"] for path in (folder, tmp_path / "copy")
-    }
-    assert len(runs) == 2 and all(run.data.params["sampling.steps"] == "6" for run in runs)
-    assert {run.data.tags["dpexp.output"] for run in runs} == {str(path) for path in folders}
-
-
-@pytest.mark.parametrize("given, word", [("privacy.noise_seed=7", "seed"), ("diagnostics=unsafe", "unsafe")])
-def test_no_edit_of_the_configuration_makes_a_run_private(
-    stopped_before_it_kept_its_model, dpexp_job, tmp_path, given, word
-):
-    folder = stopped_before_it_kept_its_model(given)
-    config, overrides = folder / "config.yaml", folder / ".hydra" / "overrides.yaml"
-    config.write_text(config.read_text().replace("noise_seed: 7", "noise_seed: null").replace(": unsafe", ": none"))
-    overrides.write_text(overrides.read_text().replace(f"- {given}\n", ""))
-    dpexp_job("resume", str(folder))
-    assert result_of(folder)["private"] is False and "**Not private**" in (folder / "card.md").read_text()
-    (run,) = store_of(tmp_path).search_runs(["1"])
-    assert run.data.tags["dpexp.private"].startswith("no") and word in run.data.tags["dpexp.private"]
+    runs = {run.info.run_id: run for run in store_of(tmp_path).search_runs(["1"])}
+    assert len(runs) == 2
+    for path in (folder, copied):
+        run = runs[result_of(path)["mlflow_run_id"]]
+        assert run.data.params["sampling.steps"] == "6" and run.data.tags["dpexp.output"] == str(path)
+        assert_not_private(path, run, "seed")
 
 
 def test_a_training_that_ended_early_goes_on_but_only_as_it_was(dpexp_job, tmp_path):
