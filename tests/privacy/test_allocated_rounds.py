@@ -6,9 +6,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from plans import plan_of, trainer
-from test_shuffle import Gradients, Model, records
+from test_shuffle import module_of, records
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import Gradients
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far, read_ledger
@@ -27,7 +28,7 @@ def plan_for(module=None, k=1, **choices):
         "n": N, "sampling": "random_allocation", "q": k / 4, "num_selected": k, "steps": ROUNDS,
         "noise_multiplier": 1e-7, "clip_norm": FixedClipNorm(0.4),
     }  # fmt: skip
-    return plan_of(module or Model(), **defaults | choices)
+    return plan_of(module or module_of(), **defaults | choices)
 
 
 class Killed(Exception):
@@ -115,31 +116,30 @@ def test_each_record_is_in_k_rounds_of_each_epoch(tmp_path, k):
     assert len({*job.seen[0].sum(1).tolist()}) > 1, "samples vary in size"
 
 
-# What is saved and when it is killed, training by training; then the rounds of the last training, and epochs charged.
+# What is saved and when it is killed, training by training; then the rounds of the last training.
 KILLS = {
-    "at an epoch's end": ([(8, 8)], 12, 5),
-    "in an epoch": ([(6, 6)], 12, 5),
-    "in an epoch, after the checkpoint": ([(5, 7)], 12, 5),
-    "an epoch after the checkpoint": ([(3, 9)], 8, 5),
-    "at its first round, again and again": ([(1, 1), (1, 1), (1, 1)], 8, 5),
-    "twice after one checkpoint": ([(2, 3), (0, 5)], 8, 5),
-    "in the last epoch": ([(17, 18)], 0, 5),
-    "with nothing left, though the checkpoint is early": ([(2, 18)], 0, 5),
-    "resumed after its end": ([(20, 0)], 0, 5),
+    "at an epoch's end": ([(8, 8)], 12),
+    "in an epoch": ([(6, 6)], 12),
+    "in an epoch, after the checkpoint": ([(5, 7)], 12),
+    "an epoch after the checkpoint": ([(3, 9)], 8),
+    "at its first round, again and again": ([(1, 1), (1, 1), (1, 1)], 8),
+    "twice after one checkpoint": ([(2, 3), (0, 5)], 8),
+    "in the last epoch": ([(17, 18)], 0),
+    "with nothing left, though the checkpoint is early": ([(2, 18)], 0),
+    "resumed after its end": ([(20, 0)], 0),
 }
 
 
-@pytest.mark.parametrize("trainings, last, charged", KILLS.values(), ids=KILLS)
-@pytest.mark.parametrize("k", [1, 2])
-def test_a_killed_job_charges_no_more_epochs_than_planned(tmp_path, k, trainings, last, charged):
-    job = Job(tmp_path, k)
+@pytest.mark.parametrize("k, kill", [*((1, kill) for kill in KILLS), (2, "in an epoch, after the checkpoint")])
+def test_a_killed_job_charges_no_more_epochs_than_planned(tmp_path, k, kill):
+    job, (trainings, last) = Job(tmp_path, k), KILLS[kill]
     for after, stop in trainings:
         job.train(after, stop)
         job.check()
     before = job.charged
     job.train()
     job.check()
-    assert len(job.seen[-1]) == last and job.charged == charged and job.privacy.rounds_done == ROUNDS
+    assert len(job.seen[-1]) == last and job.charged == 5 and job.privacy.rounds_done == ROUNDS
     assert job.charged == before + last // 4, "each training begins a new epoch"
 
 
@@ -171,46 +171,36 @@ def test_what_is_lost_is_said_in_one_sentence(tmp_path):
     assert "3 rounds are lost; no epoch is left; training ends" in job.train()
 
 
-def test_a_loop_of_ones_own_resumes_alike(tmp_path):
-    def loop(state=None, stop=None):
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_loop_of_ones_own_goes_on_with_the_next_epoch_that_is_not_charged(tmp_path, is_resumed):
+    """Also where the same object goes on."""
+
+    def loop_of(state=None):
         module = Rates()
         plan = plan_for(module, clip_norm=FixedClipNorm(1.0))
         private = dpexp.Private(module, torch.optim.SGD(module.parameters(), lr=0.0), plan, tmp_path / "ledger")
         if state:
             private.load_state_dict(state)
+        return private
+
+    def run(private, stop=None):
         samples = private.rounds(TensorDataset(torch.eye(N, dtype=torch.float64)))
-        rounds = 0
-        for sample in samples:
+        for done, sample in enumerate(samples, 1):
             private.step(lambda model, record: (model.weights * record[0]).sum(), sample)
-            rounds += 1
-            if rounds == stop:
+            if done == stop:
                 break
         samples.close()
-        return private.state_dict(), rounds
+        return private
 
-    state, _ = loop(stop=6)
+    first = run(loop_of(), 6)
+    state = first.state_dict()
     with pytest.warns(UserWarning, match="2 rounds are lost; a new epoch begins, and 12 rounds are left"):
-        assert loop(state)[1] == 12
-    assert read_ledger(tmp_path / "ledger").training_rounds == 18
-    assert sum(releases(read_ledger(tmp_path / "ledger")).values()) == 5
+        run(loop_of(state) if is_resumed else first)
+    ledger = read_ledger(tmp_path / "ledger")
+    assert ledger.training_rounds == 18 and sum(releases(ledger).values()) == 5
     with pytest.warns(UserWarning, match="no epoch is left; training ends"):
-        assert loop(state)[1] == 0
-
-
-def test_a_second_loop_begins_the_next_epoch_that_is_not_charged(tmp_path):
-    module = Rates()
-    plan = plan_for(module, clip_norm=FixedClipNorm(1.0))
-    private = dpexp.Private(module, torch.optim.SGD(module.parameters(), lr=0.0), plan, tmp_path / "ledger")
-    loss_of, data = (lambda model, record: (model.weights * record[0]).sum()), (torch.eye(N, dtype=torch.float64),)
-    for sample in private.rounds(data):
-        private.step(loss_of, sample)
-        if private.rounds_done == 6:
-            break
-    with pytest.warns(UserWarning, match="2 rounds are lost; a new epoch begins, and 12 rounds are left"):
-        for sample in private.rounds(data):
-            private.step(loss_of, sample)
-    assert read_ledger(tmp_path / "ledger").training_rounds == 18
-    assert sum(releases(read_ledger(tmp_path / "ledger")).values()) == 5
+        run(loop_of(state))
+    assert read_ledger(tmp_path / "ledger") == ledger
 
 
 def test_an_early_stop_keeps_the_charge_of_the_whole_epoch(tmp_path):
@@ -219,8 +209,8 @@ def test_an_early_stop_keeps_the_charge_of_the_whole_epoch(tmp_path):
     assert (len(read_ledger(tmp_path / "ledger")), job.charged) == (5, 2)
 
 
-def fit(folder, plan, data, module=None):
-    module, gradients = module or Model(0.0), Gradients()
+def fit(folder, plan, data):
+    module, gradients = module_of(0.0), Gradients()
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger", noise_seed=SEED, max_physical_batch_size=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -259,7 +249,7 @@ def test_epochs_whose_clipping_norm_adapts_cost_alike(tmp_path):
     """S moves after each round, and σ̃ with it."""
     plan = plan_for(clip_norm=AdaptiveClipNorm(0.4, learning_rate=1.0), noise_multiplier=0.8)
     privacy = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
-    trainer(privacy).fit(Model(0.1), DataLoader(TensorDataset(*records(N)), 4))
+    trainer(privacy).fit(module_of(0.1), DataLoader(TensorDataset(*records(N)), 4))
     ledger = read_ledger(tmp_path / "ledger")
     assert len({query.S for round_ in ledger.rounds for query in round_.queries}) > 10
     ((release, count),) = releases(ledger).items()

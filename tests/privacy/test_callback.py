@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from plans import plan_of, trainer
 from reference import clipped_sums
+from test_isolation import Everything
 from test_ledger_file import edited
 from torch import nn
 from torch.nn import functional as F
@@ -20,10 +21,10 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
 )
+from trainings import Gradients
 
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
-from dpexp.accounting.releases import releases
 from dpexp.accounting.rounding import up
 from dpexp.accounting.sampling import Poisson
 from dpexp.errors import ConfigError
@@ -79,29 +80,29 @@ def plan_for(module, **choices):
     return plan_of(module, **defaults | choices)
 
 
-def fit(tmp_path, module=None, data=None, plan=None, ledger="l.jsonl", options=None, **callback):
+def fit(tmp_path, module=None, data=None, plan=None, ledger="l.jsonl", options=None, callbacks=(), ckpt=None, **own):
+    """`options` are the Trainer's, `own` the PrivacyCallback's, which stands behind `callbacks`."""
     module = module or Model()
-    callback = {"max_physical_batch_size": 4, "noise_seed": SEED} | callback
-    privacy = dpexp.PrivacyCallback(plan or plan_for(module), tmp_path / ledger, **callback)
-    run = trainer(privacy, **options or {})
+    own = {"max_physical_batch_size": 4, "noise_seed": SEED} | own
+    privacy = dpexp.PrivacyCallback(plan or plan_for(module), tmp_path / ledger, **own)
+    run = trainer(*callbacks, privacy, **options or {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run.fit(module, Data() if data is None else data)
+        run.fit(module, Data() if data is None else data, ckpt_path=ckpt, weights_only=False if ckpt else None)
     return module, run, privacy
 
 
-def by_hand(plan, rounds=T, net=None, factors=lambda t: (1, 1, 1)):
+def by_hand(plan, factors):
     """DP-SGD with momentum and a decaying rate, record by record, on the same samples and noise.
 
     factors: of z, q and S in round t.
     """
-    module = Model(net)
+    module = Model()
     x, y = dataset().tensors
     sampler = KeyStream.known(SEED, "sampling", 0)
     noise = GaussianNoise(KeyStream.known(SEED, "noise", 0))
-    velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-    rate, sizes = 0.5, []
-    for t in range(rounds):
+    configured, sizes = module.configure_optimizers(), []
+    for t in range(T):
         f_z, f_q, f_S = factors(t)
         rows = Poisson(sampling_rate=Q * f_q).draw(N, sampler)[0]
         sizes.append(len(rows))
@@ -116,11 +117,10 @@ def by_hand(plan, rounds=T, net=None, factors=lambda t: (1, 1, 1)):
             for name in vector.parameters
         }
         noise.add_to((sums[name], sigma) for name, sigma in sigmas.items())
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                velocity[name] = 0.9 * velocity[name] + sums[name] / (Q * f_q * 37)
-                p -= rate * velocity[name]
-        rate *= 0.9
+        for name, p in module.named_parameters():
+            p.grad = sums[name] / (Q * f_q * 37)
+        configured["optimizer"].step()
+        configured["lr_scheduler"]["scheduler"].step()
     return module, sizes
 
 
@@ -129,84 +129,75 @@ def assert_same(module, other):
         assert torch.allclose(p, q, rtol=1e-9, atol=1e-12), name
 
 
+def scheduled(t):
+    return (0.5 if t >= 3 else 1.0), 1 + 0.1 * t, 1 + t / (T - 1)
+
+
+SCHEDULES = {"z": {"step": {0: 1.0, 3: 0.5}}, "q": [1 + 0.1 * t for t in range(T)], "S": {"linear": [1, 2]}}
+JOINT = clipping.Joint(clipping.FixedClipNorm([0.2, 0.5]))
+
+
 @pytest.mark.parametrize(
-    "grouping, mechanism",
-    [(groups.per_layer(), clipping.Separate()), (groups.flat(), clipping.Joint(clipping.FixedClipNorm([0.2, 0.5])))],
+    "choices, factors",
+    [
+        ({"group": groups.per_layer(), "mechanism": clipping.Separate()}, lambda t: (1, 1, 1)),
+        ({"group": groups.flat(), "mechanism": JOINT}, lambda t: (1, 1, 1)),
+        ({"group": groups.per_layer(), "schedules": SCHEDULES}, scheduled),
+    ],
+    ids=["separate", "joint", "schedule"],
 )
-def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
-    """Empty samples step like others, and chunks are neither noised again nor clipped as means."""
-    plan = plan_for(Model(), group=grouping, mechanism=mechanism)
+def test_training_equals_dp_sgd_by_hand_and_is_accounted(tmp_path, choices, factors):
+    """Empty samples step like others, and chunks are neither noised again nor clipped as means; a schedule of bounds
+    leaves z alone."""
+    plan = plan_for(Model(), **choices)
     module, run, _ = fit(tmp_path, plan=plan)
-    reference, sizes = by_hand(plan)
-    assert 0 in sizes or min(sizes) < 4 < max(sizes), "some samples must span chunks"
+    reference, sizes = by_hand(plan, factors)
+    assert max(sizes) > 4 and (min(sizes) < 4 or factors is scheduled), "some samples must span chunks"
     assert_same(module, reference)
-    assert run.global_step == T
     ledger = read_ledger(tmp_path / "l.jsonl")
-    assert ledger == plan.ledger()
-
-
-def test_a_schedule_is_carried_out_and_accounted(tmp_path):
-    schedules = {"z": {"step": {0: 1.0, 3: 0.5}}, "q": [1 + 0.1 * t for t in range(T)], "S": {"linear": [1, 2]}}
-    plan = plan_for(Model(), group=groups.per_layer(), schedules=schedules)
-    module, _, _ = fit(tmp_path, plan=plan)
-
-    def factors(t):
-        return (0.5 if t >= 3 else 1.0), 1 + 0.1 * t, 1 + t / (T - 1)
-
-    assert_same(module, by_hand(plan, factors=factors)[0])
-    ledger = read_ledger(tmp_path / "l.jsonl")
-    assert len(ledger.rounds) == T == len(ledger)
-    for t, round_ in enumerate(ledger.rounds):
+    assert run.global_step == T == len(ledger) and ledger == plan.ledger()
+    for t, round_ in enumerate(Counter(ledger.rounds).elements()):
         f_z, f_q, f_S = factors(t)
         assert round_.sampling.q == pytest.approx(Q * f_q)
-        (bound,) = {query.S for query in round_.queries}
-        assert bound == pytest.approx(0.4 * f_S)
-        assert round_.z("add_remove") == pytest.approx(0.8 * f_z), "a schedule of bounds leaves z alone"
-    assert ledger == plan.ledger()
+        assert [query.S for query in round_.queries] == pytest.approx([group.S * f_S for group in plan.groups])
+        assert round_.z("add_remove") == pytest.approx(0.8 * f_z)
 
 
 @pytest.mark.parametrize(
-    "choices",
+    "policy, choices",
     [
-        {"sampling": "truncated_poisson", "max_batch_size": 6},
-        {"sampling": "fixed_size", "q": 5 / N},
-        {"sampling": "shuffle", "q": 5 / N, "adjacency": "replace_null"},
-        {"sampling": "random_allocation", "q": 0.2, "num_selected": 2},
-        {"sampling": "full_batch", "q": 1.0},
+        ("truncated_poisson", {"sampling": "truncated_poisson", "max_batch_size": 6}),
+        ("fixed_size", {"sampling": "fixed_size", "q": 5 / N}),
+        ("all", {"sampling": "full_batch", "q": 1.0}),
     ],
-    ids=str,
 )
-def test_every_policy_writes_its_plan_to_the_ledger(tmp_path, choices):
-    plan = plan_for(Model(), n=N, steps=20, **choices)
+def test_every_policy_writes_its_plan_to_the_ledger(tmp_path, policy, choices):
+    """The others do where they are tested by themselves."""
+    plan = plan_for(Model(), n=N, steps=3, **choices)
     fit(tmp_path, plan=plan)
     ledger = read_ledger(tmp_path / "l.jsonl")
-    assert ledger == plan.ledger() and len(ledger) == 20
-    policy = "all" if choices["sampling"] == "full_batch" else choices["sampling"]
+    assert ledger == plan.ledger() and len(ledger) == 3
     assert {round_.sampling.policy.name for round_ in ledger.rounds} == {policy}
 
 
-@pytest.mark.parametrize("sampling", ["fixed_size", "truncated_poisson"])
-def test_policies_that_need_an_exact_n_refuse_another_number_of_records(tmp_path, sampling):
-    maximum = {"max_batch_size": 9} if sampling == "truncated_poisson" else {}
-    plan = plan_for(Model(), n=N + 4, q=4 / (N + 4), sampling=sampling, **maximum)
-    with pytest.raises(ConfigError, match=f"data.n={N + 4}, but the training set holds {N} records"):
-        fit(tmp_path, plan=plan)
-    assert not (tmp_path / "l.jsonl").exists()
-
-
-def test_an_accountant_that_does_not_cover_the_plan_is_refused_before_training(tmp_path):
-    plan = plan_for(Model(), n=N, q=5 / N, sampling="truncated_poisson", max_batch_size=9)
-    with pytest.raises(ConfigError, match="accountant=rdp has no bound for sampling=truncated_poisson"):
-        fit(tmp_path, plan=plan, delta=1e-5, accountant="rdp")
+def moved(tmp_path, ledger="l.jsonl", **choices):
+    """How far plain SGD moves each weight."""
+    module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    fit(tmp_path, module, plan=plan_for(module, **choices), ledger=ledger)
+    return torch.cat(
+        [(p - q).detach().flatten() for p, q in zip(module.parameters(), Model().parameters(), strict=True)]
+    )
 
 
 def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):
-    module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
-    before = [p.clone() for p in module.parameters()]
-    plan = plan_for(module, q=1e-9, steps=3)
-    _, run, _ = fit(tmp_path, module, plan=plan)
-    assert run.global_step == 3 and len(read_ledger(tmp_path / "l.jsonl")) == 3
-    assert all((p != b).all() for p, b in zip(module.parameters(), before, strict=True)), "noise reached every weight"
+    assert (moved(tmp_path, q=1e-9, steps=3) != 0).all(), "noise reached every weight"
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 3
+
+
+def test_the_denominator_is_the_plans_n(tmp_path):
+    """The size of the data set is private."""
+    first, second = moved(tmp_path, steps=1), moved(tmp_path, "other.jsonl", steps=1, n=74)
+    assert torch.allclose(first, 2 * second, rtol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -223,22 +214,9 @@ def test_loading_changes_nothing(tmp_path, options, usual):
     assert_same(fit(tmp_path, **options)[0], usual[0])
 
 
-def test_runs_without_a_seed_differ(tmp_path):
-    first, second = (
-        fit(tmp_path, plan=plan_for(Model(), steps=2), ledger=name, noise_seed=None)[0] for name in ("a", "b")
-    )
+def test_runs_without_a_seed_differ(tmp_path, usual):
+    first, second = (fit(tmp_path, plan=plan_for(Model(), steps=2), ledger=name, noise_seed=None)[0] for name in "ab")
     assert not torch.equal(first.net[0].weight, second.net[0].weight)
-
-
-def test_the_denominator_is_the_plans_n(tmp_path):
-    """The size of the data set is private."""
-    module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
-    start = [p.clone() for p in module.parameters()]
-    fit(tmp_path, module, plan=plan_for(module, steps=1))
-    other = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
-    fit(tmp_path, other, plan=plan_for(other, steps=1, n=74), ledger="other.jsonl")
-    for p, q, s in zip(module.parameters(), other.parameters(), start, strict=True):
-        assert torch.allclose(p - s, 2 * (q - s), rtol=1e-9)
 
 
 def test_what_training_step_logs_is_dropped_and_the_module_is_as_before(tmp_path, usual):
@@ -261,63 +239,46 @@ def test_a_round_is_in_the_ledger_before_its_noise_is_drawn(tmp_path, monkeypatc
     assert known == {1, 2, 3}
 
 
-def resumed(folder, checkpoint, stop, **choices):
-    module = Model()
-    privacy = dpexp.PrivacyCallback(plan_for(module, **choices), folder / "l.jsonl", delta=1e-5)
-    run = trainer(privacy, max_steps=stop)
-    run.fit(module, Data(), ckpt_path=checkpoint, weights_only=False)
-    return run
+# Going on from a checkpoint
 
 
-def test_shuffled_epochs_stay_apart_however_often_one_checkpoint_is_resumed(tmp_path):
-    """Each resumption shuffles anew, so that its batches overlap with earlier ones."""
-    shuffle = {"n": N, "sampling": "shuffle", "q": 4 / N, "steps": 30}
-    module = Model()
-    _, run, _ = fit(tmp_path, module, plan=plan_for(module, **shuffle), options={"max_steps": 10})
-    run.save_checkpoint(tmp_path / "ten.ckpt")
-    for stop in (13, 16):
-        resumed(tmp_path, tmp_path / "ten.ckpt", stop, **shuffle)
-    ledger = read_ledger(tmp_path / "l.jsonl")
-    shuffled = Counter()
-    for round_, count in ledger.rounds.items():
-        shuffled[round_.sampling.first] += count
-    assert sorted(shuffled.values()) == [3, 6, 10], "three partitions, three releases of a record"
-    assert sum(releases(ledger).values()) == 3
+def stopped(folder, rounds=5, **choices):
+    """The checkpoint of a training that has ended after some rounds."""
+    folder.mkdir(exist_ok=True)
+    _, run, _ = fit(folder, plan=plan_for(Model(), **choices), options={"max_steps": rounds})
+    run.save_checkpoint(folder / "stopped.ckpt")
+    return folder / "stopped.ckpt"
+
+
+def resumed(folder, checkpoint, **choices):
+    return fit(folder, plan=plan_for(Model(), **choices), ckpt=checkpoint)[1]
 
 
 def test_a_checkpoint_is_only_resumed_with_the_ledger_of_its_run(tmp_path):
-    module = Model()
-    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
-    run.save_checkpoint(tmp_path / "five.ckpt")
-    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
+    path, ledger = stopped(tmp_path), tmp_path / "l.jsonl"
+    checkpoint = torch.load(path, weights_only=True)
     del checkpoint["callbacks"]["PrivacyCallback"]
     torch.save(checkpoint, tmp_path / "without.ckpt")
     with pytest.raises(ConfigError, match="was saved without a PrivacyCallback"):
-        resumed(tmp_path, tmp_path / "without.ckpt", T)
-    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
-    lines = (tmp_path / "l.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "l.jsonl").write_text("".join(lines[:-3]))
+        resumed(tmp_path, tmp_path / "without.ckpt")
+    assert len(read_ledger(ledger)) == 5
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-3]))
     (tmp_path / "l.end.json").unlink()
     with pytest.raises(ConfigError, match="does not begin with the rounds that the checkpoint's run had written"):
-        resumed(tmp_path, tmp_path / "five.ckpt", T)
+        resumed(tmp_path, path)
     with pytest.raises(ConfigError, match="the run that would continue it plans"):
-        resumed(tmp_path, tmp_path / "five.ckpt", T, q=0.2)
+        resumed(tmp_path, path, q=0.2)
 
 
 def test_a_checkpoint_is_not_resumed_with_another_runs_ledger(tmp_path):
-    for name, z in (("dear", 0.3), ("cheap", 30.0)):
-        (tmp_path / name).mkdir()
-        module = Model()
-        plan = plan_for(module, noise_multiplier=z)
-        _, run, _ = fit(tmp_path / name, module, plan=plan, options={"max_steps": 5})
-        run.save_checkpoint(tmp_path / name / "five.ckpt")
-    cheap = (tmp_path / "cheap" / "l.jsonl").read_bytes()
+    dear, cheap = (stopped(tmp_path / name, noise_multiplier=z) for name, z in (("dear", 0.3), ("cheap", 30.0)))
+    before = (cheap.parent / "l.jsonl").read_bytes()
     with pytest.raises(ConfigError, match="is another run's or was changed since"):
-        resumed(tmp_path / "cheap", tmp_path / "dear" / "five.ckpt", T, noise_multiplier=30.0)
-    assert (tmp_path / "cheap" / "l.jsonl").read_bytes() == cheap, "nothing was released, and nothing written"
-    spent = dpexp.epsilon(read_ledger(tmp_path / "dear" / "l.jsonl"), 1e-5)
-    assert resumed(tmp_path / "dear", tmp_path / "dear" / "five.ckpt", T, noise_multiplier=30.0).global_step == T
-    ledger = read_ledger(tmp_path / "dear" / "l.jsonl")
+        resumed(cheap.parent, dear, noise_multiplier=30.0)
+    assert (cheap.parent / "l.jsonl").read_bytes() == before, "nothing was released, and nothing written"
+    spent = dpexp.epsilon(read_ledger(dear.parent / "l.jsonl"), 1e-5)
+    assert resumed(dear.parent, dear, noise_multiplier=30.0).global_step == T
+    ledger = read_ledger(dear.parent / "l.jsonl")
     assert sorted(ledger.rounds.values()) == [5, T - 5] and dpexp.epsilon(ledger, 1e-5) > spent > 10
 
 
@@ -332,19 +293,35 @@ def test_rounds_between_the_state_of_a_checkpoint_and_its_saving_belong_to_its_r
         def on_train_end(self, *args):
             torch.save(self.checkpoint, tmp_path / "three.ckpt")
 
-    module, late = Model(), Late()
-    trainer(dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"), late, max_steps=5).fit(module, Data())
-    assert resumed(tmp_path, tmp_path / "three.ckpt", T).global_step == T
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", noise_seed=SEED)
+    trainer(privacy, Late(), max_steps=5).fit(module, Data())
+    assert resumed(tmp_path, tmp_path / "three.ckpt").global_step == T
     assert len(read_ledger(tmp_path / "l.jsonl")) == 5 + T - 3
 
 
+def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):
+    """Equal noise in two rounds could be subtracted; samples are empty."""
+
+    def released(ckpt=None, rounds=-1):
+        module, gradients = Model(), Gradients()
+        plan = plan_for(module, q=1e-9, steps=4)
+        privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=SEED)
+        run = trainer(privacy, gradients, max_steps=rounds)
+        run.fit(module, Data(), ckpt_path=ckpt, weights_only=False)
+        if ckpt is None:
+            run.save_checkpoint(tmp_path / "half.ckpt")
+        return gradients.seen
+
+    every = released(rounds=2)
+    for _ in range(2):  # one checkpoint, resumed twice
+        every += released(tmp_path / "half.ckpt")
+    assert len(every) == 6
+    assert not any(torch.equal(a, b) for k, a in enumerate(every) for b in every[:k])
+
+
 def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_path):
-    class Edit(pl.Callback):
-        released = 0
-
-        def on_before_optimizer_step(self, *args):
-            self.released += 1
-
+    class Edit(Gradients):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 5:
                 edited(tmp_path / "l.jsonl")
@@ -353,39 +330,10 @@ def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_pa
     privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
     with pytest.raises(ConfigError, match="was edited while its run was writing it, so training stops; its 5 rounds"):
         trainer(privacy, edit).fit(module, Data())
-    assert edit.released == 5
+    assert len(edit.seen) == 5
 
 
-# Refusals, before anything is released
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from dataset()
-
-
-def expect_refusal(tmp_path, match, module=None, data=None, options=None, **callback):
-    with pytest.raises(ConfigError, match=match):
-        fit(tmp_path, module, data, options=options, **callback)
-    ledger = tmp_path / "l.jsonl"
-    assert not ledger.exists() or len(read_ledger(ledger)) == 0
-
-
-def test_batchnorm_is_refused_by_name(tmp_path):
-    """Also when switched to training mode after the plan was made."""
-    module = Model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False).eval()))
-    plan = plan_for(module)
-    module.net[1].train()
-    with pytest.raises(ConfigError, match=r"net\.1 \(BatchNorm1d\) mixes"):
-        fit(tmp_path, module, plan=plan)
-
-
-def test_callbacks_that_measure_the_device_are_refused(tmp_path):
-    module = Model()
-    run = trainer(dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"))
-    run.callbacks.append(pl.callbacks.DeviceStatsMonitor())
-    with pytest.raises(ConfigError, match="DeviceStatsMonitor logs what the device did"):
-        run.fit(module, Data())
+# How many rounds
 
 
 @pytest.mark.parametrize("epochs", [100, None])
@@ -406,41 +354,39 @@ def test_a_trainer_that_ends_before_the_plan_is_told_its_epsilon_and_another_fit
     """Rounds beyond the Trainer's end are neither trained nor counted, and ε of those before is named."""
     plan = plan_for(Model(), steps=None, epochs=2, delta=1e-4)
     assert plan.rounds == 14 > 2 / Q
-
-    def trained(privacy, module, **ends):
+    whole = dpexp.epsilon(plan.ledger(), 1e-4)
+    for k, (goes_on, ends, rounds) in enumerate([
+        (False, {"max_epochs": 2}, 14), (False, {"max_epochs": 1}, 7), (False, {"max_steps": 5}, 5),
+        (True, {"max_steps": 5}, 10), (True, {"max_epochs": 100}, 14), (True, {"max_epochs": 100}, 14),
+    ]):  # fmt: skip
+        if not goes_on:
+            privacy, module = dpexp.PrivacyCallback(plan, tmp_path / str(k)), Model()
         recwarn.clear()
         trainer(privacy, **ends).fit(module, Data())
         ledger = read_ledger(privacy.ledger_path)
-        assert ledger.training_rounds == privacy.rounds_done
-        said = [str(w.message) for w in recwarn if "ends the training after" in str(w.message)]
-        return privacy.rounds_done, said, dpexp.epsilon(ledger, 1e-4)
-
-    def callback(name):
-        return dpexp.PrivacyCallback(plan, tmp_path / name), Model()
-
-    rounds, said, whole = trained(*callback("all"), max_epochs=2)
-    assert (rounds, said) == (14, [])
-    rounds, (said,), epsilon = trained(*callback("epochs"), max_epochs=1)
-    assert (rounds, f"after 7 of the plan's 14 rounds, at ε = {up(epsilon, 4)}" in said) == (7, True)
-    assert epsilon < whole
-    privacy, module = callback("steps")
-    rounds, (said,), epsilon = trained(privacy, module, max_steps=5)
-    assert (rounds, f"after 5 of the plan's 14 rounds, at ε = {up(epsilon, 4)}" in said) == (5, True)
-    rounds, (said,), epsilon = trained(privacy, module, max_steps=5)  # another fit goes on
-    assert (rounds, f"after 10 of the plan's 14 rounds, at ε = {up(epsilon, 4)}" in said) == (10, True)
-    assert trained(privacy, module, max_epochs=100) == (14, [], whole)
-    assert trained(privacy, module, max_epochs=100) == (14, [], whole)
-    assert "the plan's 14 rounds are done, so that nothing more is trained" in str([str(w.message) for w in recwarn])
+        assert ledger.training_rounds == privacy.rounds_done == rounds
+        epsilon, said = dpexp.epsilon(ledger, 1e-4), " ".join(str(one.message) for one in recwarn)
+        assert epsilon == whole if rounds == 14 else epsilon < whole
+        assert said.count("ends the training after") == (rounds < 14)
+        assert (f"after {rounds} of the plan's 14 rounds, at ε = {up(epsilon, 4)}" in said) == (rounds < 14)
+    assert "the plan's 14 rounds are done, so that nothing more is trained" in said
 
 
-class Prunes(pl.Callback):
-    def on_train_epoch_end(self, trainer, module):
-        torch.nn.utils.prune.l1_unstructured(module.net[2], "weight", 0.5)
+# Refusals, before anything is released
 
 
-class Freezes(pl.Callback):
-    def setup(self, trainer, module, stage):
-        module.net[0].requires_grad_(False)
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from dataset()
+
+
+def calling(hook, change):
+    """A callback of which one hook changes the module."""
+    return type("Calling", (pl.Callback,), {hook: lambda self, trainer, module, **_: change(module)})()
+
+
+def pruned(module):
+    torch.nn.utils.prune.l1_unstructured(module.net[2], "weight", 0.5)
 
 
 class Unfreezes(pl.callbacks.BaseFinetuning):
@@ -451,49 +397,26 @@ class Unfreezes(pl.callbacks.BaseFinetuning):
         self.unfreeze_and_add_param_group(module.net[0], optimizer)
 
 
-@pytest.mark.parametrize(
-    "callback, words",
-    [
-        (pl.callbacks.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning changes the parameters.* prune"),
-        (pl.callbacks.BackboneFinetuning(1), "BackboneFinetuning changes .* freeze before make_plan"),
-        (Unfreezes(), "Unfreezes changes the parameters, or which of them are trained"),
-        (Prunes(), r"net\.2\.weight, net\.2\.weight_orig became trainable, ceased to be, or was replaced"),
-        (Freezes(), r"differ in .*net\.0\.bias, net\.0\.weight; make it for the module as it is trained"),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_callbacks_that_change_the_parameters_are_refused(tmp_path, callback, words):
-    module = Model()
-    module.backbone = module.net[0]  # as BackboneFinetuning needs
-    run = trainer(callback, dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"))
-    with pytest.raises(ConfigError, match=words):
-        run.fit(module, Data())
+class WithBackbone(Model):
+    """As BackboneFinetuning needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = self.net[0]
 
 
-class Monitors(Model):
+class Plateau(Model):
+    monitor = "train_loss"
+
     def configure_optimizers(self):
-        (optimizer,) = [super().configure_optimizers()["optimizer"]]
+        optimizer = torch.optim.SGD(self.parameters(), 0.5)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
-
-
-@pytest.mark.parametrize(
-    "module, callbacks, reader",
-    [
-        (Monitors, (), "ReduceLROnPlateau"),
-        (Model, (pl.callbacks.EarlyStopping("train_loss"),), "EarlyStopping"),
-    ],
-)
-def test_readers_of_private_values_are_refused_before_the_first_round(tmp_path, module, callbacks, reader):
-    module = module()
-    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
-    run = trainer(privacy, *callbacks)
-    with pytest.raises(ConfigError, match=f"{reader} reads train_loss, which training_step logs"):
-        run.fit(module, Data())
-    assert len(read_ledger(tmp_path / "l.jsonl")) == 0
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.monitor}}
 
 
 class Validated(Model):
+    monitor = "val_los"
+
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
 
@@ -504,77 +427,9 @@ class NotAtFirst(Validated):
             self.log("late", 1.0)
 
 
-class Plateau(Validated):
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.5)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_los"}}
-
-
 class WithValidation(Data):
     def val_dataloader(self):
         return DataLoader(dataset(), batch_size=N)
-
-
-@pytest.mark.parametrize(
-    "module, data, monitor",
-    [(Model, Data, "val_loss"), (Validated, WithValidation, "val_los"), (Plateau, WithValidation, None)],
-)
-def test_monitors_of_values_that_nobody_logs_are_refused(tmp_path, module, data, monitor):
-    privacy = dpexp.PrivacyCallback(plan_for(module := module()), tmp_path / "l.jsonl")
-    stopping = [pl.callbacks.EarlyStopping(monitor)] if monitor else []
-    with pytest.raises(ConfigError, match=r"monitors val_los\w*, which neither training_step nor the validation logs"):
-        trainer(privacy, *stopping).fit(module, data())
-    assert len(read_ledger(tmp_path / "l.jsonl")) == 0
-
-
-@pytest.mark.parametrize("module, monitor", [(Validated, "val_loss"), (NotAtFirst, "late")])
-def test_monitors_of_logged_values_train(tmp_path, module, monitor):
-    privacy = dpexp.PrivacyCallback(plan_for(module := module()), tmp_path / "l.jsonl")
-    trainer(privacy, pl.callbacks.EarlyStopping(monitor, patience=99)).fit(module, WithValidation())
-    assert privacy.rounds_done == T
-
-
-def test_a_corrected_module_may_use_the_ledger_of_its_refusal(tmp_path):
-    expect_refusal(tmp_path, "LBFGS", Model(optimizer=torch.optim.LBFGS))
-    assert (tmp_path / "l.jsonl").exists()
-    _, _, privacy = fit(tmp_path)
-    assert len(read_ledger(tmp_path / "l.jsonl")) == privacy.rounds_done == T
-
-
-def test_a_plan_for_other_sizes_is_refused(tmp_path):
-    plan = plan_for(
-        Model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))), clip_norm=clipping.DimensionClipNorm(1.0)
-    )
-    with pytest.raises(ConfigError, match=r"another model, whose net.0 has 45 parameters, and this one's has 25"):
-        fit(tmp_path, Model(), plan=plan)
-
-
-def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):
-    """Equal noise in two rounds could be subtracted."""
-
-    class Watch(pl.Callback):
-        def __init__(self):
-            self.released = []
-
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            self.released.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
-
-    def still(module):
-        return plan_for(module, q=1e-9, steps=4)
-
-    first, second, third = Watch(), Watch(), Watch()
-    module = Model()
-    privacy = dpexp.PrivacyCallback(still(module), tmp_path / "l.jsonl", noise_seed=SEED)
-    half = trainer(privacy, first, max_steps=2)
-    half.fit(module, Data())
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    for watch in (second, third):  # one checkpoint, resumed twice
-        privacy = dpexp.PrivacyCallback(still(module), tmp_path / "l.jsonl", noise_seed=SEED)
-        trainer(privacy, watch).fit(Model(), Data(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
-    assert len(first.released) == len(second.released) == len(third.released) == 2
-    every = [*first.released, *second.released, *third.released]
-    assert not any(torch.equal(a, b) for k, a in enumerate(every) for b in every[:k])
 
 
 class Centred(Model):
@@ -582,57 +437,107 @@ class Centred(Model):
         return batch[0] - batch[0].mean(0), batch[1]
 
 
-class WithoutOptimizer(Model):
-    def configure_optimizers(self):
-        return None
+def configured(configure):
+    """A module with other optimizers, a function of its parameters."""
+    return type("Configured", (Model,), {"configure_optimizers": lambda self: configure(self.parameters())})
 
 
-class Manual(Model):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+def manual():
+    module = Model()
+    module.automatic_optimization = False
+    return module
 
 
-class Twice(Model):
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
+def wide():
+    return Model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
 
 
-def test_lightnings_advice_on_several_optimizers_has_a_note(tmp_path):
-    with pytest.raises(RuntimeError, match="automatic_optimization = False") as raised:
-        fit(tmp_path, Twice())
-    assert "dpexp.Private for each" in raised.value.__notes__[0]
-
-
-def model_with(optimizer):
-    return lambda: Model(optimizer=optimizer)
+def normalized():
+    return Model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False).eval()))
 
 
 def loader(**options):
     return {"data": DataLoader(dataset(), **options)}
 
 
+def stopping(monitor):
+    return {"callbacks": [pl.callbacks.EarlyStopping(monitor, patience=99)]}
+
+
 FIRST = SubsetRandomSampler(range(10))
+NOBODY_LOGS = r"monitors val_los\w*, which neither training_step nor the validation logs"
+OF_STEP = "reads train_loss, which training_step logs"
+TRUNCATED = {"n": N, "q": 5 / N, "sampling": "truncated_poisson", "max_batch_size": 9}
+# What is said; and in place of a Model, its plan, after how many rounds (usually none), and what `fit` takes besides.
+REFUSED = [
+    ("LBFGS", {"module": configured(torch.optim.LBFGS)}),
+    ("not among the module's", {"module": configured(lambda p: torch.optim.SGD([*p, nn.Parameter(torch.zeros(2))]))}),
+    ("optimizer: configure_optimizers returns None", {"module": configured(lambda p: None)}),
+    ("automatic_optimization=False, but a round releases one gradient.* a dpexp.Private for each", {"module": manual}),
+    (r"Centred\.on_after_batch_transfer gets whole batches", {"module": Centred}),
+    # also when switched to training mode after the plan was made
+    (r"net\.1 \(BatchNorm1d\) mixes",
+     {"module": normalized, "callbacks": [calling("setup", lambda module: module.net[1].train())]}),
+    ("another model, whose net.0 has 45 parameters, and this one's has 25",
+     {"planned_for": wide, "plan": {"clip_norm": clipping.DimensionClipNorm(1.0)}}),
+    (f"data.n={N + 4}, but the training set holds {N} records",
+     {"plan": {"n": N + 4, "q": 4 / (N + 4), "sampling": "fixed_size"}}),
+    (f"data.n={N + 4}, but the training set holds {N} records", {"plan": TRUNCATED | {"n": N + 4}}),
+    ("accountant=rdp has no bound for sampling=truncated_poisson",
+     {"plan": TRUNCATED, "delta": 1e-5, "accountant": "rdp"}),
+    ("accumulate_grad_batches", {"options": {"accumulate_grad_batches": 2}}),
+    ("truncate samples", {"options": {"limit_train_batches": 1}}),
+    ("truncate samples", {"options": {"fast_dev_run": True}}),
+    (r"trainer\.profiler=SimpleProfiler: its counts", {"options": {"profiler": "simple"}}),
+    ("streams its records", {"data": DataLoader(Stream())}),
+    (r" sampler of its own \(SubsetRandomSampler", loader(sampler=FIRST)),
+    (r"batch_sampler of its own \(SubsetRandomSampler", loader(batch_sampler=BatchSampler(FIRST, 4, False))),
+    (r"batch_sampler of its own \(list", loader(batch_sampler=[[0, 1, 2], [3]])),
+    ("DeviceStatsMonitor logs what the device did",
+     {"callbacks": [pl.callbacks.DeviceStatsMonitor()], "options": {"logger": Everything()}}),
+    ("ModelPruning changes the parameters.* prune",
+     {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)]}),
+    ("BackboneFinetuning changes .* freeze before make_plan",
+     {"module": WithBackbone, "callbacks": [pl.callbacks.BackboneFinetuning(1)]}),
+    ("Unfreezes changes the parameters, or which of them are trained", {"callbacks": [Unfreezes()]}),
+    (r"net\.2\.weight, net\.2\.weight_orig became trainable, ceased to be, or was replaced",
+     {"callbacks": [calling("on_train_epoch_end", pruned)], "rounds": 7}),
+    (r"differ in .*net\.0\.bias, net\.0\.weight; make it for the module as it is trained",
+     {"callbacks": [calling("setup", lambda module: module.net[0].requires_grad_(False))]}),
+    (f"ReduceLROnPlateau {OF_STEP}", {"module": Plateau}),
+    (f"EarlyStopping {OF_STEP}", stopping("train_loss")),
+    (NOBODY_LOGS, stopping("val_loss")),
+    (NOBODY_LOGS, {"module": Validated, "data": WithValidation()} | stopping("val_los")),
+    (NOBODY_LOGS, {"module": type("Both", (Validated, Plateau), {}), "data": WithValidation()}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "module, choices, message",
-    [
-        (model_with(torch.optim.LBFGS), {}, "LBFGS"),
-        (model_with(lambda p: torch.optim.SGD([*p, nn.Parameter(torch.zeros(2))], 0.1)), {}, "not among the module's"),
-        (WithoutOptimizer, {}, "optimizer: configure_optimizers returns None"),
-        (Manual, {}, "automatic_optimization=False, but a round releases one gradient.* a dpexp.Private for each"),
-        (Centred, {}, r"Centred\.on_after_batch_transfer gets whole batches"),
-        (Model, {"options": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches"),
-        (Model, {"options": {"limit_train_batches": 1}}, "truncate samples"),
-        (Model, {"options": {"fast_dev_run": True}}, "truncate samples"),
-        (Model, {"options": {"profiler": "simple"}}, r"trainer\.profiler=SimpleProfiler: its counts"),
-        (Model, {"data": DataLoader(Stream())}, "streams its records"),
-        (Model, loader(sampler=FIRST), r" sampler of its own \(SubsetRandomSampler"),
-        (Model, loader(batch_sampler=BatchSampler(FIRST, 4, False)), r"batch_sampler of its own \(SubsetRandomSampler"),
-        (Model, loader(batch_sampler=[[0, 1, 2], [3]]), r"batch_sampler of its own \(list"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_unsupported_training_is_refused_before_a_release(tmp_path, module, choices, message):
-    expect_refusal(tmp_path, message, module(), **choices)
+@pytest.mark.parametrize("said, given", REFUSED, ids=[said for said, _ in REFUSED])
+def test_unsupported_training_is_refused_before_a_release(tmp_path, said, given):
+    module = given.get("module", Model)()
+    planned_for = given["planned_for"]() if "planned_for" in given else module
+    others = {name: value for name, value in given.items() if name not in ("module", "planned_for", "plan", "rounds")}
+    with pytest.raises(ConfigError, match=said):
+        fit(tmp_path, module, plan=plan_for(planned_for, **given.get("plan", {})), **others)
+    ledger = tmp_path / "l.jsonl"
+    assert (len(read_ledger(ledger)) if ledger.exists() else 0) == given.get("rounds", 0)
+
+
+def test_a_corrected_module_may_use_the_ledger_of_its_refusal(tmp_path):
+    with pytest.raises(ConfigError, match="LBFGS"):
+        fit(tmp_path, Model(optimizer=torch.optim.LBFGS))
+    assert (tmp_path / "l.jsonl").exists()
+    _, _, privacy = fit(tmp_path)
+    assert len(read_ledger(tmp_path / "l.jsonl")) == privacy.rounds_done == T
+
+
+def test_lightnings_advice_on_several_optimizers_has_a_note(tmp_path):
+    module = configured(lambda parameters: [torch.optim.SGD([p], 0.1) for p in parameters])()
+    with pytest.raises(RuntimeError, match="automatic_optimization = False") as raised:
+        fit(tmp_path, module)
+    assert "dpexp.Private for each" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("module, monitor", [(Validated, "val_loss"), (NotAtFirst, "late")])
+def test_monitors_of_logged_values_train(tmp_path, module, monitor):
+    assert fit(tmp_path, module(), WithValidation(), **stopping(monitor))[2].rounds_done == T

@@ -11,10 +11,9 @@ from test_isolation import CLASSES, Model, rows, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from trainings import released_sums
 
 import dpexp
-from dpexp.accounting.ledger import LedgerWriter
-from dpexp.accounting.sampling import event_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.step import LOOP, TRACED
 from dpexp.privacy.noise.continuous import GaussianNoise
@@ -46,68 +45,58 @@ def step(model, batch):
     return loss
 
 
-def engine_of(mode):
+@pytest.fixture(params=[TRACED, LOOP])
+def sums_of(request, tmp_path):
+    """Gives Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value, of a batch by one engine."""
     model = net()
     plan = plan_of(
         model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), noise_multiplier=1e-7,
         private_metrics={"loss": {"clip_norm": 9, "budget_share": 0.01}},
     )  # fmt: skip
     engine = RoundEngine(plan, model, GaussianNoise())
-    if mode != TRACED:
-        engine.step.mode = mode
-    return engine
+    if request.param != TRACED:
+        engine.step.mode = request.param
+    yield lambda batch, loss_of=step: released_sums(engine, tmp_path, loss_of, batch)
+    assert engine.step.mode == request.param
 
 
-def sums(folder, batch, mode, loss_of=step, engine=None):
-    """Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value."""
-    engine = engine or engine_of(mode)
-    plan, path = engine.plan, folder / str(len([*folder.iterdir()]))
-    ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None)
-    ledger.sample(event_of(plan.at_round(0).sampling, N, 0))
-    engine.begin(0)
-    engine.add_chunk(loss_of, batch, len(batch[0]))
-    engine.raise_if_none_contributed()
-    assert engine.step.mode == mode
-    return {name: 0.1 * N * average for name, average in engine.release(ledger).items()}
-
-
-def by_hand(model, batch, weights=BROUGHT):
+def by_hand(model, batch):
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     expected[".value loss"] = torch.zeros(1, dtype=torch.float64)
-    for x, y, w in zip(*batch[:2], weights, strict=True):
+    for x, y, w in zip(*batch[:2], BROUGHT, strict=True):
         loss = F.cross_entropy(model(x[None]), y[None])
         found = dict(zip(expected, torch.autograd.grad(loss, [*model.parameters()]), strict=False))
-        norm = math.sqrt(sum(float(g.square().sum()) for g in found.values()))
+        c = min(1, S / math.sqrt(sum(float(g.square().sum()) for g in found.values())))
         for name, g in found.items():
-            expected[name] += min(1, S / norm) * w * g
+            expected[name] += c * w * g
         expected[".value loss"] += loss.detach()
     return expected
 
 
-@pytest.mark.parametrize("mode", [TRACED, LOOP])
-def test_a_weight_is_of_the_clipped_gradient_and_of_nothing_else(mode, tmp_path, recwarn):
-    found, expected = sums(tmp_path, records(), mode), by_hand(net(), records())
-    for name, value in expected.items():
+def test_a_weight_is_of_the_clipped_gradient_and_of_nothing_else(sums_of, recwarn):
+    found = sums_of(records())
+    for name, value in by_hand(net(), records()).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", [TRACED, LOOP])
-def test_a_record_more_moves_the_sum_by_at_most_S_whatever_its_weight(mode, tmp_path, recwarn):
-    batch, engine = (1e3 * records()[0], *records()[1:]), engine_of(mode)
-    whole = sums(tmp_path, batch, mode, engine=engine)
+def test_a_record_more_moves_the_sum_by_at_most_S_whatever_its_weight(sums_of, recwarn):
+    x, *others = records()
+    batch = (1e3 * x, *others)
+    whole = sums_of(batch)
     for i, w in enumerate(BROUGHT):
-        rest = sums(tmp_path, [torch.cat([t[:i], t[i + 1 :]]) for t in batch], mode, engine=engine)
+        rest = sums_of([torch.cat([t[:i], t[i + 1 :]]) for t in batch])
         moved = math.sqrt(sum(float((whole[n] - rest[n]).square().sum()) for n in whole if n != ".value loss"))
         assert moved <= S + 1e-5 and moved == pytest.approx(w * S, abs=1e-5)
 
 
-def test_a_weight_of_several_numbers_or_given_twice_is_an_error(tmp_path, recwarn):
+@pytest.mark.parametrize("sums_of", [LOOP], indirect=True)
+def test_a_weight_of_several_numbers_or_given_twice_is_an_error(sums_of, recwarn):
     def twice(model, batch):
         dpexp.weigh(0.5)
         return step(model, batch)
 
     with pytest.raises(ValueError, match="takes one number per record, once"):
-        sums(tmp_path, [part.repeat_interleave(11, 0) for part in records()], LOOP, twice)  # enough to end
+        sums_of([part.repeat_interleave(11, 0) for part in records()], twice)  # enough to end
 
 
 # What is said before the first round
@@ -160,14 +149,6 @@ LOSSES = {
 }
 
 
-def said(folder, module, loader, monkeypatch):
-    """The sentences of the dry run."""
-    found, told = [], ("loss of several records", "class weights", "depending on others")
-    monkeypatch.setattr("dpexp.privacy.dry_run.warnings.warn", lambda message, *_, **__: found.append(str(message)))
-    trained(folder, module, loader)
-    return [sentence for sentence in found if any(words in sentence for words in told)]
-
-
 def module_with(loss, validated=False):
     """`validated`: made-up records are then like the first one of the validation set."""
     parts = {"training_step": lambda self, batch, batch_idx: loss(self.net, *batch)}
@@ -178,11 +159,12 @@ def module_with(loss, validated=False):
 
 @pytest.mark.parametrize("name, validated", [*((name, False) for name in LOSSES), ("dice", True), ("plain", True)])
 def test_a_loss_that_means_another_thing_is_told(name, validated, tmp_path, monkeypatch):
-    loss, sentence = LOSSES[name]
-    found = said(tmp_path, module_with(loss, validated), rows(5), monkeypatch)
-    assert len(found) == (sentence is not None)
-    if sentence:
-        assert re.search(sentence, found[0])
+    (loss, sentence), said = LOSSES[name], []
+    monkeypatch.setattr("dpexp.privacy.dry_run.warnings.warn", lambda message, *_, **__: said.append(str(message)))
+    trained(tmp_path, module_with(loss, validated), rows(5))
+    told = [one for one in said if re.search("loss of several records|class weights|depending on others", one)]
+    assert len(told) == (sentence is not None)
+    assert sentence is None or re.search(sentence, told[0])
 
 
 @pytest.mark.parametrize("loss, validated", [(of_pairs, False), (decorrelating, True)])
@@ -203,12 +185,11 @@ def test_counts_are_floored_at_two_deviations_of_their_noise():
 
 
 def test_a_classifier_weighs_by_class_and_its_twin_has_the_weighted_mean():
-    model = nn.Linear(3, 2)
-    one = Classifier(model, torch.optim.SGD, class_weights=torch.tensor([1.0, 19.0]))
+    model, weights = nn.Linear(3, 2), torch.tensor([1.0, 19.0])
+    one = Classifier(model, torch.optim.SGD, class_weights=weights)
     x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     one.log_dict = lambda *_: None
-    expected = F.cross_entropy(model(x), y, torch.tensor([1.0, 19.0]))
-    torch.testing.assert_close(one.training_step((x, y)), expected)
+    torch.testing.assert_close(one.training_step((x, y)), F.cross_entropy(model(x), y, weights))
     assert "class_weights" not in one.state_dict()
 
 
@@ -234,14 +215,10 @@ def test_a_job_takes_class_weights(weights, dpexp_job, recwarn):
         (("data.class_weights=[1]", "data.classes=null", "model.classes=5", "data.module.classes=5"), "needs data"),
         (("data.class_weights=counts", "preprocessing=[class_counts]", "preprocessing.class_counts.classes=4"),
         "not 4"),
+        (("data.class_weights=[1,1,1,1,9]", "privacy_unit=user", "privacy_unit.local_training={lr: 0.1, steps: 2}"),
+         "with privacy_unit.local_training a user has many"),
     ],
 )  # fmt: skip
 def test_class_weights_that_cannot_be_honoured_are_refused(overrides, sentence, dpexp_job):
     with pytest.raises(SystemExit, match=sentence):
         dpexp_job(*QUICK, *overrides)
-
-
-def test_users_who_train_locally_have_no_weights(dpexp_job):
-    with pytest.raises(SystemExit, match=r"with privacy_unit.local_training a user has many"):
-        local = "privacy_unit.local_training={lr: 0.1, steps: 2}"
-        dpexp_job("privacy_unit=user", local, "data.class_weights=[1,1,1,1,1,1,1,1,1,9]", "tracking=none")

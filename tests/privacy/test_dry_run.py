@@ -1,5 +1,6 @@
 """What is found out before the first round: which steps are traced, one record at a time, or refused."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from plans import plan_of, trainer
-from test_isolation import CLASSES, Everything, Items, Model, S, rows, sum_of_clipped, trained
+from test_isolation import CLASSES, Everything, Items, Model, S, rows, stepping, sum_of_clipped, trained
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
+from trainings import Gradients
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
@@ -21,7 +23,7 @@ from dpexp.training.classifier import Classifier
 
 
 class Modes(pl.Callback):
-    """How records are processed in each round, and how often the step was called by then."""
+    """How records are processed in each round."""
 
     def __init__(self):
         self.seen = []
@@ -31,27 +33,32 @@ class Modes(pl.Callback):
         self.seen.append(privacy._fit.engine.step.mode)
 
 
-def released(folder, module, records, mode=TRACED, steps=1, **options):
+def released(folder, module, records, mode=TRACED, steps=1, callbacks=(), **options):
     """The sum of each round, all of which were processed in one way."""
     modes = Modes()
-    found, _ = trained(
-        folder, module, records, steps=steps, callbacks=[modes, *options.pop("callbacks", ())], **options
-    )
+    found, _ = trained(folder, module, records, steps=steps, callbacks=[modes, *callbacks], **options)
     assert modes.seen == [mode] * steps
     return found
 
 
-def assert_refused(folder, module, records, match, kind=ConfigError, **options):
+def assert_as_by_hand(folder, module, data, records, same=None, factor=1, **options):
+    """All rounds release `factor` times the sum of the clipped gradients of `same`."""
+    for found in released(folder, module, data, **options):
+        assert torch.allclose(found, factor * sum_of_clipped(same or Model(), records), atol=1e-6)
+
+
+def assert_refused(folder, module, records, match):
     """Nothing is released, and no round written."""
-    seen = []
+    gradients = Gradients()
+    with pytest.raises(ConfigError, match=match):
+        trained(folder, module, records, callbacks=[gradients])
+    assert gradients.seen == [] and len(read_ledger(folder / "0.jsonl")) == 0
 
-    class Watch(pl.Callback):
-        def on_before_optimizer_step(self, *arguments):
-            seen.append("released")
 
-    with pytest.raises(kind, match=match):
-        trained(folder, module, records, callbacks=[Watch()], **options)
-    assert seen == [] and len(read_ledger(folder / "0.jsonl")) == 0
+def fit_loudly(folder, module, data, n=5, **choices):
+    """A fit of one round, whose warnings are shown."""
+    plan = plan_of(module, n=n, sampling="full_batch", steps=1, noise_multiplier=1.0, **choices)
+    trainer(dpexp.PrivacyCallback(plan, folder / "l.jsonl", unsafe_diagnostics=True)).fit(module, data)
 
 
 # Logs and metrics
@@ -67,8 +74,8 @@ class Logged(Model):
 
 def test_a_number_that_is_only_logged_is_traced_and_logged_nowhere(tmp_path):
     logger = Everything()
-    (found,) = released(tmp_path, Logged(), rows(5), logger=logger)
-    assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6) and logger.told == []
+    assert_as_by_hand(tmp_path, Logged(), rows(5), rows(5), logger=logger)
+    assert logger.told == []
 
 
 class Documented(Model):
@@ -97,8 +104,7 @@ class Documented(Model):
 
 def test_metrics_of_torchmetrics_tell_nothing_of_training(tmp_path):
     logger, module = Everything(), Documented()
-    found = released(tmp_path, module, rows(5), steps=3, logger=logger, log_every_n_steps=1)
-    assert torch.allclose(found[-1], sum_of_clipped(Model(), rows(5)), atol=1e-6)
+    assert_as_by_hand(tmp_path, module, rows(5), rows(5), steps=3, logger=logger, log_every_n_steps=1)
     assert all(told.keys() <= {"epoch"} for _, told in logger.told)
     assert module.accuracy.update_count == 0, "and they are as before"
     module.accuracy.update(torch.eye(CLASSES), torch.arange(CLASSES))
@@ -116,10 +122,8 @@ def test_metrics_of_torchmetrics_tell_nothing_of_training(tmp_path):
     ],
 )
 def test_values_that_are_dropped_are_named_before_the_first_round(tmp_path, recwarn, module, release, names):
-    module, metrics = module(), {name: {"clip_norm": 1.0, "budget_share": 0.1} for name in release}
-    plan = plan_of(module, n=5, q=1.0, steps=1, noise_multiplier=1.0, private_metrics=metrics)
-    data = DataLoader(Items(rows(5)), 2)
-    trainer(dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", unsafe_diagnostics=True)).fit(module, data)
+    metrics = {name: {"clip_norm": 1.0, "budget_share": 0.1} for name in release}
+    fit_loudly(tmp_path, module(), DataLoader(Items(rows(5)), 2), private_metrics=metrics)
     said = [str(one.message) for one in recwarn if "is dropped" in str(one.message)]
     whole = f"what training_step logs is private, and is dropped: {names}"
     assert [one.partition(";")[0] for one in said] == ([whole] if names else [])
@@ -128,23 +132,10 @@ def test_values_that_are_dropped_are_named_before_the_first_round(tmp_path, recw
 @pytest.mark.parametrize("module, is_users", [(Classifier, False), (type("Own", (Classifier,), {}), True)])
 def test_only_who_wrote_a_step_is_told_what_can_be_changed_in_it(tmp_path, recwarn, module, is_users):
     module = module(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
-    plan = plan_of(module, n=5, q=1.0, steps=1, noise_multiplier=1.0)
-    data = DataLoader(TensorDataset(torch.randn(5, 3), torch.zeros(5, dtype=torch.long)), 2)
-    trainer(dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")).fit(module, data)
+    fit_loudly(tmp_path, module, DataLoader(TensorDataset(torch.randn(5, 3), torch.zeros(5, dtype=torch.long)), 2))
     said = " ".join(str(one.message) for one in recwarn)
     assert "noise of a round take about" in said
     assert ("train_loss; to release" in said) == ("of a plain step" in said) == is_users
-
-
-class Listing(Model):
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(self.kept(loss))
-        return loss
 
 
 KEPT = {
@@ -154,21 +145,31 @@ KEPT = {
 }
 
 
+def listing(kept, **hooks):
+    """A module whose step appends to a list, with other methods besides."""
+
+    def training_step(self, batch, batch_idx):
+        loss = Model.training_step(self, batch, batch_idx)
+        self.losses.append(KEPT[kept](self, loss))
+        return loss
+
+    module = type("Listing", (Model,), {"training_step": training_step} | hooks)()
+    module.losses = []
+    return module
+
+
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_list_of_losses_that_no_hook_reads_does_no_harm(tmp_path, kept):
-    module = type("Kept", (Listing,), {"kept": KEPT[kept]})()
-    (found,) = released(tmp_path, module, rows(5))
-    assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6) and module.losses == []
+    module = listing(kept)
+    assert_as_by_hand(tmp_path, module, rows(5), rows(5))
+    assert module.losses == []
 
 
 @pytest.mark.parametrize(
     "kept, hook", zip(KEPT, ["on_train_epoch_end", "on_validation_epoch_end", "on_train_batch_end"], strict=True)
 )
 def test_a_list_of_losses_that_a_hook_reads_is_refused(tmp_path, kept, hook):
-    def look(self, *arguments):
-        self.log("mean", sum(self.losses) / len(self.losses))
-
-    module = type("Read", (Listing,), {"kept": KEPT[kept], hook: look})()
+    module = listing(kept, **{hook: lambda self, *_: self.log("mean", sum(self.losses) / len(self.losses))})
     assert_refused(tmp_path, module, rows(5), f"values of records in self.losses.*, and {hook} reads it")
 
 
@@ -176,73 +177,52 @@ def test_a_list_of_losses_that_a_hook_reads_is_refused(tmp_path, kept, hook):
 
 
 class Changing(Model):
-    """Whose loss is multiplied by what a hook, the round, or the learning rate says."""
+    """Whose loss is multiplied by a factor, which a hook changes after round 2."""
 
-    def __init__(self, factor, hook=lambda module, t, value: None):
-        super().__init__()
-        self.factor, self.hook = factor, hook
-        self.hparams["beta"], self.options, self.act = 1.0, {"beta": [1.0]}, torch.tanh
+    def __init__(self, factor, change):
+        super().__init__(lr=1e-6)
+        self.factor, self.change = factor, change
+        self.hparams["beta"], self.options, self.act = 1.0, {"beta": [1.0]}, torch.sign
         self.plain = SimpleNamespace(beta=1.0)
         self.register_buffer("scale", None)
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * 0.02 * self.factor(self, batch_idx)
+        return super().training_step(batch, batch_idx) * 0.02 * self.factor(self)
 
     def on_train_batch_end(self, *_):
-        t = self.trainer.global_step
-        self.hook(self, t, 1 + min(t, 3) / 2)
+        if self.trainer.global_step == 2:
+            self.change(self)
 
 
-CHANGES = {  # the factor; what a hook does after round t, given a value of that round
-    "hparams": (lambda m, i: m.hparams["beta"], lambda m, t, value: m.hparams.update(beta=value)),
-    "options": (lambda m, i: m.options["beta"][0], lambda m, t, value: m.options["beta"].__setitem__(0, value)),
-    "plain": (lambda m, i: m.plain.beta, lambda m, t, value: setattr(m.plain, "beta", value)),
-    "a function": (lambda m, i: m.act(torch.ones(())), lambda m, t, _: t == 2 and setattr(m, "act", torch.exp)),
-    "a default": (lambda m, i: getattr(m, "gain", 1.0), lambda m, t, _: t == 2 and setattr(m, "gain", 2.0)),
+CHANGES = {  # the factor, 1 at first; what changes it; what it is then
+    "hparams": (lambda m: m.hparams["beta"], lambda m: m.hparams.update(beta=2.0), 2),
+    "options": (lambda m: m.options["beta"][0], lambda m: m.options["beta"].__setitem__(0, 2.0), 2),
+    "plain": (lambda m: m.plain.beta, lambda m: setattr(m.plain, "beta", 2.0), 2),
+    "a function": (lambda m: m.act(torch.ones(())), lambda m: setattr(m, "act", torch.exp), math.e),
+    "a default": (lambda m: getattr(m, "gain", 1.0), lambda m: setattr(m, "gain", 2.0), 2),
     "a buffer": (
-        lambda m, i: 1.0 if m.scale is None else m.scale,
-        lambda m, t, _: t == 2 and setattr(m, "scale", torch.tensor(2.0)),
-    ),
-    "a hook": (
-        lambda m, i: 1.0,
-        lambda m, t, _: t == 2 and m.net[0].register_forward_hook(lambda layer, given, found: 3 * found),
-    ),
-    "a late round": (lambda m, i: 3 if m.global_step >= 4 else 1,),
-    "the number of the batch": (lambda m, i: 1 + i,),
-    "the learning rate": (lambda m, i: 1 + m.optimizers().param_groups[0]["lr"],),
-}
-
-
-class Expected(pl.Callback):
-    """What each round's sum is by hand, with the module as it is then."""
-
-    def __init__(self, records):
-        self.records, self.sums = records, []
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.place = batch_idx
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        kept = [parameter.grad for parameter in module.parameters()]
-        factor = 0.02 * float(module.factor(module, self.place))
-        scaled = SimpleNamespace(
-            zero_grad=module.zero_grad,
-            parameters=module.parameters,
-            training_step=lambda batch, i: factor * F.cross_entropy(module.net(batch[0]), batch[1]),
-        )
-        self.sums.append(sum_of_clipped(scaled, self.records))
-        for parameter, gradient in zip(module.parameters(), kept, strict=True):
-            parameter.grad = gradient
+        lambda m: 1.0 if m.scale is None else m.scale, lambda m: setattr(m, "scale", torch.tensor(2.0)), 2),
+    "a hook": (lambda m: 1.0, lambda m: m.net[0].register_forward_hook(lambda layer, given, found: 3 * found), 1),
+    "a late round": (lambda m: 3 if m.global_step >= 2 else 1, lambda m: None, 3),
+    "the learning rate": (
+        lambda m: 1e6 * m.optimizers().param_groups[0]["lr"],
+        lambda m: m.optimizers().param_groups[0].update(lr=2e-6), 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_step_between_rounds_changes_what_is_released(tmp_path, change):
-    expected, modes = Expected(rows(5)), Modes()
-    found, _ = trained(tmp_path, Changing(*CHANGES[change]), rows(5), steps=6, callbacks=[expected, modes])
-    assert len(found) == len(expected.sums) == 6
-    for one, by_hand in zip(found, expected.sums, strict=True):
+    """Where it is traced, it is traced again; a step that reads the learning rate runs one record at a time."""
+    factor, act, after = CHANGES[change]
+    module = Changing(factor, act)
+    found = released(tmp_path, module, rows(5), LOOP if change == "the learning rate" else TRACED, steps=4)
+    before, changed = (
+        sum_of_clipped(stepping(lambda m, x, y, f=f: 0.02 * f * F.cross_entropy(m.net(x), y), net), rows(5))
+        for f, net in ((1, None), (after, module.net))
+    )
+    for one, by_hand in zip(found, (before, before, changed, changed), strict=True):
         assert torch.allclose(one, by_hand, atol=1e-6)
-    assert modes.seen == [TRACED] * 6, "and it is traced again"
+    assert not torch.allclose(before, changed, atol=1e-3)
 
 
 # How records are processed
@@ -279,9 +259,7 @@ class Drawing(Model):
 
 @pytest.mark.parametrize("build, mode", [(Model, TRACED), (Asking, LOOP), (Scripted, TRACED), (Drawing, LOOP)])
 def test_the_whole_job_is_processed_in_one_way(tmp_path, build, mode):
-    found = released(tmp_path, build(), rows(5), mode, steps=2)
-    for one in found:
-        assert torch.allclose(one, sum_of_clipped(build(), rows(5)), atol=1e-6)
+    assert_as_by_hand(tmp_path, build(), rows(5), rows(5), build(), mode=mode, steps=2)
 
 
 # Made-up records
@@ -293,49 +271,30 @@ class OfWords(nn.Module):
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(words, 6), nn.Linear(6, CLASSES)
 
-    def forward(self, x, mask):
-        weights = mask / mask.sum(1, keepdim=True)
-        return self.head((self.embed(x) * weights[..., None]).sum(1))
-
-
-class Masked(Model):
-    """Of words, a mask that is never all zero, and a label."""
-
-    def __init__(self, words):
-        super().__init__(OfWords(words))
-
-    def training_step(self, batch, batch_idx):
-        scores = self.net(batch["words"], batch["mask"].double())
-        return F.cross_entropy(scores, batch["label"])
+    def forward(self, given):
+        words, mask = given
+        weights = mask.double() / mask.double().sum(1, keepdim=True)
+        return self.head((self.embed(words) * weights[..., None]).sum(1))
 
 
 @pytest.mark.parametrize("kind, words", [(torch.bool, 3), (torch.int64, 50), (torch.float64, 3)])
 def test_labels_embeddings_and_masks_are_made_up(tmp_path, kind, words):
+    """Of words, a mask that is never all zero, and a label."""
     generator = torch.Generator().manual_seed(1)
     items = [
-        {
-            "words": torch.randint(words, (4,), generator=generator),
-            "mask": (torch.arange(4) <= k % 4).to(kind),
-            "label": torch.tensor(k % CLASSES),
-        }
+        (
+            (torch.randint(words, (4,), generator=generator), (torch.arange(4) <= k % 4).to(kind)),
+            torch.tensor(k % CLASSES),
+        )
         for k in range(6)
     ]
-    (found,) = released(tmp_path, Masked(words), items)
-    by_hand, module = 0, Masked(words)
+    (found,), module = released(tmp_path, Model(OfWords(words)), items), Model(OfWords(words))
+    by_hand = 0
     for item in items:
-        loss = module.training_step({key: value[None] for key, value in item.items()}, 0)
+        loss = module.training_step(default_collate([item]), 0)
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])])
         by_hand = by_hand + gradient * min(1, S / float(gradient.norm()))
     assert torch.allclose(found, by_hand, atol=1e-6)
-
-
-class Mistaken(Model):
-    def __init__(self, loss):
-        super().__init__()
-        self.loss = loss
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(self.net, *batch)
 
 
 @pytest.mark.parametrize(
@@ -352,45 +311,30 @@ class Mistaken(Model):
     ],
 )
 def test_a_mistake_in_a_step_is_one_sentence_before_the_first_round(tmp_path, loss, said):
-    assert_refused(tmp_path, Mistaken(loss), rows(5), said)
+    assert_refused(tmp_path, stepping(lambda module, x, y: loss(module.net, x, y)), rows(5), said)
+
+
+ABOVE_5 = [(6 + x.abs(), y) for x, y in rows(5)]  # as no made-up record is
 
 
 class Positive(Model):
-    """Takes numbers that are all above 5, which no made-up ones are."""
-
     def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(self.net((x - 5).log()), y)
 
 
-def test_a_loss_that_no_made_up_record_has_needs_a_public_record(tmp_path):
-    records = [(6 + x.abs(), y) for x, y in rows(5)]
-    assert_refused(tmp_path, Positive(), records, "NaN or infinite for every synthetic record.*validation set")
-
-
-def test_a_public_record_is_one_of_the_validation_set(tmp_path):
-    records = [(6 + x.abs(), y) for x, y in rows(5)]
-
-    class Validated(Positive):
-        def val_dataloader(self):
-            return DataLoader(Items(records[2:]), batch_size=2)
-
-    (found,) = released(tmp_path, Validated(), records, num_sanity_val_steps=0)
-    assert torch.allclose(found, sum_of_clipped(Positive(), records), atol=1e-6)
-
-
-class Weighed(Model):
-    """Weights that are infinite for made-up records, which are not above 5."""
-
-    def training_step(self, batch, batch_idx):
-        dpexp.weigh(torch.where((batch[0] > 5).all(), 0.5, torch.inf))
-        return super().training_step(batch, batch_idx)
+def test_a_loss_that_no_made_up_record_has_needs_a_public_record_of_the_validation_set(tmp_path):
+    assert_refused(tmp_path, Positive(), ABOVE_5, "NaN or infinite for every synthetic record.*validation set")
+    (found,) = released(tmp_path, Positive(), ABOVE_5, val=ABOVE_5[2:], num_sanity_val_steps=0)
+    assert torch.allclose(found, sum_of_clipped(Positive(), ABOVE_5), atol=1e-6)
 
 
 def test_an_infinite_weight_of_made_up_records_is_no_mistake(tmp_path):
-    records = [(6 + x.abs(), y) for x, y in rows(5)]
-    (found,) = released(tmp_path, Weighed(), records)
-    assert torch.allclose(found, sum_of_clipped(Model(), records) / 2, atol=1e-6)
+    def weighed(module, x, y):
+        dpexp.weigh(torch.where((x > 5).all(), 0.5, torch.inf))
+        return F.cross_entropy(module.net(x), y)
+
+    assert_as_by_hand(tmp_path, stepping(weighed), ABOVE_5, ABOVE_5, factor=0.5)
 
 
 # The training data itself
@@ -410,36 +354,35 @@ class Neighbours(Model):
         return F.cross_entropy(self.net(x + (x @ self.all[0].T).softmax(1) @ self.all[0]), y)
 
 
-class Of(torch.utils.data.Dataset):
-    """Has its records, or a data set of them, in an attribute."""
+class Of(Dataset):
+    """Makes its records of what `get` finds at a place in what it holds."""
 
-    def __init__(self, records):
-        self.records = records
+    def __init__(self, held, get=lambda held, i: held[i]):
+        self.held, self.get = held, get
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        x, y = self.records[index]
-        return torch.as_tensor(x), y
+        x, y = self.get(self.held, index)
+        return torch.as_tensor(x, dtype=torch.float64), y
 
 
-class Columns(Of):
-    def __getitem__(self, index):
-        return torch.as_tensor(self.records["x"][index]), self.records["y"][index]
+def of_columns(x):
+    return Of({"x": x, "y": Y}, lambda held, i: (held["x"][i], held["y"][i]))
 
 
 X, Y = map(torch.stack, zip(*rows(6), strict=True))
 ARRAY, RECORDS = X.numpy().copy(), [(x.clone(), y) for x, y in rows(6)]
 HELD = {  # a data set, and what a step holds of it
-    "all": (torch.utils.data.TensorDataset(X, Y), X),
-    "two rows": (torch.utils.data.TensorDataset(X, Y), X[:2]),
-    "a column": (torch.utils.data.TensorDataset(X, Y), X[:, 1].expand(4, 6).T),
+    "all": (TensorDataset(X, Y), X),
+    "two rows": (TensorDataset(X, Y), X[:2]),
+    "a column": (TensorDataset(X, Y), X[:, 1].expand(4, 6).T),
     "a record of a list": (RECORDS, RECORDS[3][0][None]),
-    "a record in a wrapper's wrapper": (torch.utils.data.Subset(Of(Of(RECORDS)), range(6)), RECORDS[3][0][None]),
-    "one of several sets": (torch.utils.data.ConcatDataset([Of(RECORDS[:3] * 2), Of(RECORDS)]), RECORDS[3][0][None]),
-    "an array": (Columns({"x": ARRAY, "y": Y}), torch.from_numpy(ARRAY)),
-    "a part of an array": (Columns({"x": ARRAY[::-1], "y": Y}), torch.from_numpy(ARRAY[2:4])),
+    "a record in a wrapper's wrapper": (Subset(Of(Of(RECORDS)), range(6)), RECORDS[3][0][None]),
+    "one of several sets": (ConcatDataset([Of(RECORDS[:3] * 2), Of(RECORDS)]), RECORDS[3][0][None]),
+    "an array": (of_columns(ARRAY), torch.from_numpy(ARRAY)),
+    "a part of an array": (of_columns(ARRAY[::-1]), torch.from_numpy(ARRAY[2:4])),
 }
 
 
@@ -454,21 +397,11 @@ def test_a_step_that_holds_the_training_data_is_refused(tmp_path, held, buffer):
 def test_other_tensors_that_a_step_holds_are_named_once(tmp_path):
     loader = DataLoader(HELD["all"][0], batch_size=2)
     with pytest.warns(UserWarning, match=r"holds tensors that are neither parameters nor buffers.*\(2, 4\)"):
-        fit_loudly(tmp_path / "public.jsonl", Neighbours(X[:2].clone()), loader)
+        fit_loudly(tmp_path, Neighbours(X[:2].clone()), loader, n=6)
 
 
-class Lists(torch.utils.data.Dataset):
-    """Whose records are made, one by one or several at once."""
-
-    def __init__(self, items):
-        self.items = [[(x.tolist(), y) for x, y in items]]
-
-    def __len__(self):
-        return len(self.items[0])
-
-    def __getitem__(self, index):
-        x, y = self.items[0][index]
-        return torch.tensor(x, dtype=torch.float64), y
+class Several(Of):
+    """Of which several records are fetched at once."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
@@ -481,46 +414,32 @@ class Unreachable:
         raise ConnectionError("not in this process")
 
 
-class Connected(Lists):
-    def __init__(self, items):
-        super().__init__(items)
-        self.base = Unreachable()
-
-
-class Untyped:
-    """A data set that is no Dataset."""
-
-    def __init__(self, items):
-        self.x, self.y = map(torch.stack, zip(*items, strict=True))
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], self.y[index]
-
-
 class Slots:
-    """Has no attributes but slots."""
+    """No Dataset, and without attributes but slots."""
 
     __slots__ = ("rows",)
 
-    def __init__(self, items):
-        self.rows = {i: [item] for i, item in enumerate(items)}
+    def __init__(self, rows):
+        self.rows = dict(enumerate(rows))
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return self.rows[index][0]
+        return self.rows[index]
 
 
-@pytest.mark.parametrize("of", [list, Lists, Untyped, Slots, Connected])
-def test_data_sets_of_any_kind_train(tmp_path, of):
-    (found,) = released(tmp_path, Model(), DataLoader(of(rows(5)), batch_size=2))
-    assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+def connected():
+    data = Several(RECORDS)
+    data.base = Unreachable()
+    return data
 
 
-def fit_loudly(ledger, module, loader):
-    plan = plan_of(module, n=6, sampling="full_batch", q=1.0, steps=1, noise_multiplier=1.0)
-    trainer(dpexp.PrivacyCallback(plan, ledger)).fit(module, loader)
+LISTS = [(x.tolist(), y) for x, y in RECORDS]
+
+
+@pytest.mark.parametrize(
+    "data", [RECORDS, Several(LISTS), Slots(RECORDS), connected()], ids=["a list", "several", "slots", "connected"]
+)
+def test_data_sets_of_any_kind_train(tmp_path, data):
+    assert_as_by_hand(tmp_path, Model(), DataLoader(data, batch_size=2), RECORDS)

@@ -1,19 +1,24 @@
 """Loops of one's own: the same weights as by a Trainer, the same ledger, the same refusals."""
 
+import copy
 import itertools
 import warnings
 
 import pytest
-import pytorch_lightning as pl
 import torch
+import transformers
 from plans import trainer
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from transformers import TrainerCallback
 
 import dpexp
+from dpexp.integrations.transformers import PrivateTrainer
 
 N, DELTA = 300, 1e-4
+POISSON = dpexp.Poisson(sampling_rate=0.1, steps=6)
 
 
 def records():
@@ -27,9 +32,8 @@ def network():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
 
 
-def plan_of(module, z=1.0):
-    sampling, target = dpexp.Poisson(sampling_rate=0.1, steps=6), dpexp.Target(noise_multiplier=z, delta=DELTA)
-    return dpexp.make_plan(module, n=N, sampling=sampling, target=target)
+def plan_of(module, z=1.0, n=N, sampling=POISSON):
+    return dpexp.make_plan(module, n=n, sampling=sampling, target=dpexp.Target(noise_multiplier=z, delta=DELTA))
 
 
 def loss_of(model, record):
@@ -37,76 +41,55 @@ def loss_of(model, record):
     return F.cross_entropy(model(x), y)
 
 
+def vector(model):
+    """All weights."""
+    return parameters_to_vector(model.parameters()).detach()
+
+
 class Loop:
-    """A model, its optimizer and its private training."""
+    """A model and its private training."""
 
-    def __init__(self, path, seed=3, model=None, **options):
+    def __init__(self, path, seed=3, model=None, plan=None, **options):
         self.model = model or network()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.private = dpexp.Private(self.model, self.optimizer, plan_of(self.model), path, noise_seed=seed, **options)
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        plan = plan or plan_of(self.model)
+        self.private = dpexp.Private(self.model, optimizer, plan, path, noise_seed=seed, **options)
 
-    def run(self, rounds=None, step=loss_of, dataset=None):
-        samples = self.private.rounds(dataset or records())
+    def run(self, rounds=None, step=loss_of, dataset=None, **loading):
+        samples = self.private.rounds(records() if dataset is None else dataset, **loading)
         for sample in itertools.islice(samples, rounds):
             self.private.step(step, sample)
         samples.close()
-
-    def states(self):
-        copies = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return copies, self.optimizer.state_dict(), self.private.state_dict()
-
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = network()
-
-    def training_step(self, batch):
-        return loss_of(self.model, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.model.parameters(), lr=0.01)
+        return self
 
 
 @pytest.mark.parametrize("z, is_told", [(29.0, False), (31.0, True)])
-def test_noise_in_which_nothing_can_be_learnt_is_said_before_the_first_round(tmp_path, z, is_told):
+def test_noise_in_which_nothing_can_be_learnt_is_said_before_the_first_round(tmp_path, recwarn, z, is_told):
     """At z = q n = 30, the noise is as large as all clipped gradients."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = dpexp.Private(model, optimizer, plan_of(model, z), tmp_path / "ledger.jsonl")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        next(iter(private.rounds(records())))
-    found = [str(one.message) for one in said if "so much noise" in str(one.message)]
+    next(iter(Loop(tmp_path / "ledger.jsonl", model=model, plan=plan_of(model, z)).private.rounds(records())))
+    found = [str(one.message) for one in recwarn if "so much noise" in str(one.message)]
     assert [one.partition(" that ")[0] for one in found] == ["z = 31 is so much noise"] * is_told
 
 
 def test_a_loop_and_a_trainer_give_the_same_weights_and_ledger(tmp_path):
-    module = Module()
+    module = dpexp.Classifier(network(), lambda parameters: torch.optim.Adam(parameters, lr=0.01))
     callback = dpexp.PrivacyCallback(plan_of(module), tmp_path / "trainer.jsonl", noise_seed=3)
     trainer(callback).fit(module, DataLoader(records(), 64))
-    loop = Loop(tmp_path / "loop.jsonl")
-    loop.run()
-    for own, trained in zip(loop.model.parameters(), module.model.parameters(), strict=True):
-        assert torch.equal(own, trained) and not torch.equal(own, torch.zeros_like(own))
+    loop = Loop(tmp_path / "loop.jsonl").run()
+    assert torch.equal(vector(loop.model), vector(module)) and not torch.equal(vector(module), vector(network()))
     ledgers = [dpexp.read_ledger(tmp_path / f"{name}.jsonl") for name in ("loop", "trainer")]
     assert ledgers[0].rounds == ledgers[1].rounds
     assert loop.private.epsilon() == dpexp.epsilon(ledgers[0], delta=DELTA)
 
 
 def test_what_a_killed_loop_released_after_its_checkpoint_is_counted(tmp_path):
-    loop = Loop(tmp_path / "ledger.jsonl")
-    samples = loop.private.rounds(records())
-    for sample in samples:
-        loop.private.step(loss_of, sample)
-        if loop.private.rounds_done == 2:
-            weights, _, private = loop.states()
-        if loop.private.rounds_done == 5:
-            break
-    samples.close()
+    loop = Loop(tmp_path / "ledger.jsonl").run(2)
+    weights, state = copy.deepcopy((loop.model.state_dict(), loop.private.state_dict()))
+    loop.run(3)
     again = Loop(tmp_path / "ledger.jsonl")
     again.model.load_state_dict(weights)
-    again.private.load_state_dict(private)
+    again.private.load_state_dict(state)
     epsilon = again.private.epsilon()
     again.run()
     assert again.private.rounds_done == 6 and again.private.epsilon() > epsilon > 0
@@ -195,76 +178,68 @@ class Frame:
     __array__ = lambda self, *_, **__: X.double().numpy()  # noqa: E731
 
 
+@pytest.fixture(scope="module")
+def of_tensors(tmp_path_factory):
+    return vector(Loop(tmp_path_factory.mktemp("tensors") / "ledger.jsonl").run(2).model)
+
+
 @pytest.mark.parametrize(
     "data",
     [(X, Y), (X.numpy(), Y.numpy()), (X.double().numpy(), Y.numpy()), (X.double(), Y), (Frame(), Y)],
     ids=["tensors", "arrays", "arrays of float64", "tensors of float64", "a frame"],
 )
-def test_arrays_and_tensors_are_taken_as_a_data_set(tmp_path, data):
-    loops = [Loop(tmp_path / f"{name}.jsonl") for name in ("own", "given")]
-    for loop, dataset in zip(loops, (records(), data), strict=True):
-        loop.run(dataset=dataset)
-    for own, given in zip(loops[0].model.parameters(), loops[1].model.parameters(), strict=True):
-        assert torch.equal(own, given)
-
-
-def test_arrays_that_are_no_data_set_are_refused_before_a_round(tmp_path):
-    loop = Loop(tmp_path / "ledger.jsonl")
-    with pytest.raises(dpexp.ConfigError, match=rf"it got parts of \[{len(X)}, {len(Y) - 1}\] rows\."):
-        loop.private.rounds((X, Y[1:]))
-    with pytest.raises(dpexp.ConfigError, match=r"takes one data set, as the tuple \(X, y\)"):
-        loop.private.rounds(X, Y)
+def test_arrays_and_tensors_are_taken_as_a_data_set(tmp_path, data, of_tensors):
+    loop = Loop(tmp_path / "ledger.jsonl").run(2, dataset=data)
+    assert torch.equal(vector(loop.model), of_tensors)
 
 
 @pytest.mark.parametrize("of_arrays", [False, True])
 def test_a_step_that_reads_the_arrays_it_trains_on_is_refused(tmp_path, of_arrays):
     """Also where the records are copies of them, in another type."""
-    x, y = X.double(), Y
-    given = (x.numpy(), y.numpy()) if of_arrays else (x, y)
+    x = X.double()
 
     def centred(model, record):
         return F.cross_entropy(model(record[0] - x.mean(0).float()), record[1])
 
-    loop = Loop(tmp_path / "ledger.jsonl")
     with pytest.raises(dpexp.ConfigError, match="reads the training data itself"):
-        for sample in loop.private.rounds(given):
-            loop.private.step(centred, sample)
+        Loop(tmp_path / "ledger.jsonl").run(step=centred, dataset=(x.numpy(), Y.numpy()) if of_arrays else (x, Y))
+
+
+NO_DATA_SET = r"loader\.dataset\).* \(X, y\); it got a %s\."
 
 
 @pytest.mark.parametrize(
-    "data",
+    "given, said",
     [
-        DataLoader(records(), 32),
-        iter(DataLoader(records(), 32)),
-        map(tuple, X),
-        {"x": X, "y": Y},
-        Frame(),
-        None,
+        (((X, Y[1:]),), rf"it got parts of \[{N}, {N - 1}\] rows\."),
+        ((X, Y), r"takes one data set, as the tuple \(X, y\)"),
+        ((DataLoader(records(), 32),), NO_DATA_SET % "DataLoader"),
+        ((iter(DataLoader(records(), 32)),), NO_DATA_SET % "_SingleProcessDataLoaderIter"),
+        ((map(tuple, X),), NO_DATA_SET % "map"),
+        (({"x": X, "y": Y},), NO_DATA_SET % "dict"),
+        ((Frame(),), NO_DATA_SET % "Frame"),
+        ((None,), NO_DATA_SET % "NoneType"),
     ],
-    ids=["a loader", "its iterator", "an iterator", "a dict", "a frame", "nothing"],
 )
-def test_what_has_no_record_at_a_place_is_refused_before_a_round(tmp_path, data):
+def test_what_is_no_data_set_is_refused_before_a_round(tmp_path, given, said):
     loop = Loop(tmp_path / "ledger.jsonl")
-    with pytest.raises(dpexp.ConfigError, match=rf"loader\.dataset\).* \(X, y\); it got a {type(data).__name__}\."):
-        loop.private.rounds(data)
+    with pytest.raises(dpexp.ConfigError, match=said):
+        loop.private.rounds(*given)
     assert not loop.private.ledger_path.exists()
 
 
 def test_loops_go_on_where_the_plan_stands_until_its_rounds_are_done(tmp_path):
     loop = Loop(tmp_path / "ledger.jsonl", seed=None)
     private, left = loop.private, []
-    for _ in range(3):
+    for rounds in (2, None, None):
         left.append(len(private.rounds(records())))
-        for sample in private.rounds(records()):
-            private.step(loss_of, sample)
-            if private.rounds_done == 2:
-                break
+        loop.run(rounds)
     assert left == [6, 4, 0] and private.rounds_done == 6
     assert repr(private) == f"Private: 6 of 6 rounds done, ledger {tmp_path / 'ledger.jsonl'}"
     ledger = dpexp.read_ledger(tmp_path / "ledger.jsonl")
     assert ledger == private.plan.ledger() and private.epsilon() == dpexp.epsilon(ledger, delta=DELTA)
     with pytest.warns(UserWarning, match="the plan's 6 rounds are done, so that nothing more is trained") as told:
-        assert [*private.rounds(records())] == []
+        loop.run()
     shown = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in told]
     assert shown == [f"dpexp: {one.message}\n" for one in told], "without a path, as in a notebook"
 
@@ -294,32 +269,13 @@ def test_a_loop_that_has_not_ended_is_ended_before_another_begins(tmp_path):
     assert private.rounds_done == 3
 
 
-def test_what_a_loop_changes_at_an_epochs_start_changes_the_step(tmp_path):
-    model = network()
-    model.gain = 1.0
-    sampling, target = dpexp.FullBatch(steps=8), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
-    plan = dpexp.make_plan(model, n=N, sampling=sampling, target=target)
-    private = dpexp.Private(model, torch.optim.SGD(model.parameters(), 0.1), plan, tmp_path / "l.jsonl", noise_seed=3)
-    moved = []
-    for sample in private.rounds(records()):
-        model.gain = float(private.rounds_done < 6)
-        before = nn.utils.parameters_to_vector(model.parameters()).detach()
-        private.step(lambda model, record: model.gain * loss_of(model, record), sample)
-        moved.append(float((nn.utils.parameters_to_vector(model.parameters()).detach() - before).norm()))
-    assert min(moved[:6]) > 1e-3 and max(moved[6:]) < 1e-5
-
-
 def test_records_of_different_lengths_are_padded_and_processed_together(tmp_path):
-    class Words(torch.utils.data.Dataset):
-        def __len__(self):
-            return N
-
-        def __getitem__(self, i):
-            return torch.full((i % 7 + 1,), i % 9 + 1), torch.tensor(i % 3)
+    rows = [(torch.full((i % 7 + 1,), i % 9 + 1), torch.tensor(i % 3)) for i in range(N)]
+    collated, seen = set(), set()
 
     def collate(items):
         words = nn.utils.rnn.pad_sequence([words for words, _ in items], batch_first=True)
-        shapes.add(words.shape[1])
+        collated.add(words.shape[1])
         return words, torch.stack([y for _, y in items])
 
     class Bag(nn.Module):
@@ -328,20 +284,13 @@ def test_records_of_different_lengths_are_padded_and_processed_together(tmp_path
             self.words, self.head = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 3)
 
         def forward(self, words):
+            seen.add(words.shape[-1])
             return self.head(self.words(words).sum(1))
 
-    shapes: set[int] = set()
     loop = Loop(tmp_path / "ledger.jsonl", model=Bag(), pad_to=(4, 8))
-    seen = []
-
-    def step(model, record):
-        seen.append(record[0].shape[-1])
-        return loss_of(model, record)
-
     with pytest.warns(UserWarning, match="padded by collate to the next of the lengths 4, 8"):
-        for sample in loop.private.rounds(Words(), collate_fn=collate):
-            loop.private.step(step, sample)
-    assert {*seen} <= {4, 8} <= shapes
+        loop.run(dataset=rows, collate_fn=collate)
+    assert seen <= {4, 8} <= collated
     assert loop.private.rounds_done == 6
 
 
@@ -352,113 +301,157 @@ def test_many_shapes_are_announced_before_the_first_round(tmp_path, lengths, sai
     rows = [(torch.ones(1 + i % lengths, 6), torch.tensor(i % 2)) for i in range(N)]
     loop = Loop(tmp_path / "ledger.jsonl", max_physical_batch_size=4)
     with pytest.warns(UserWarning, match=said):
-        for sample in loop.private.rounds(rows, collate_fn=lambda items: torch.utils.data.default_collate(items)):
-            loop.private.step(lambda model, record: F.cross_entropy(model(record[0]).mean(1), record[1]), sample)
-            break
+        loop.run(1, lambda model, record: F.cross_entropy(model(record[0]).mean(1), record[1]), rows,
+                 collate_fn=lambda items: default_collate(items))  # fmt: skip
 
 
-def test_a_trainer_of_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from dpexp.integrations.transformers import PrivateTrainer
+def test_of_networks_that_take_turns_the_critic_is_private_while_the_generator_learns(tmp_path):
+    """Each release is the sum of clipped gradients of the critic's loss with the present generator."""
+    torch.manual_seed(1)
+    generator, critic = (nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, d)) for d in (2, 1))
+    optimizers = torch.optim.SGD(critic.parameters(), 0.1), torch.optim.SGD(generator.parameters(), 0.1)
+    x, z, released = torch.randn(10, 2), torch.randn(5, 2), []
+    x[-1] *= 1e3
 
-    def its_trainer(name, **others):
+    def critics_loss(critic, record):
+        return F.softplus(-critic(record[0])).mean() + F.softplus(critic(generator(z).detach())).mean()
+
+    def clipped_gradient(record):
+        found = torch.autograd.grad(critics_loss(critic, (record[None],)), [*critic.parameters()])
+        flat = parameters_to_vector(found)
+        return flat / flat.norm().clamp(min=1)
+
+    plan = plan_of(critic, 1e-7, 10, dpexp.FullBatch(steps=3))
+    private = dpexp.Private(critic, optimizers[0], plan, tmp_path / "ledger.jsonl", noise_seed=3)
+    for sample in private.rounds(TensorDataset(x)):
+        before, expected = vector(critic), sum(map(clipped_gradient, x))
+        private.step(critics_loss, sample)
+        released.append((before - vector(critic)) * 10 / 0.1)
+        assert torch.allclose(released[-1], expected, atol=1e-4)
+        F.softplus(-critic(generator(z))).mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert not torch.allclose(released[0], released[-1], atol=1e-3)
+
+
+# A Trainer of transformers
+
+
+class Words(nn.Module):
+    """Predicts the first of the words, and gives its loss."""
+
+    def __init__(self):
+        super().__init__()
         torch.manual_seed(0)
-        sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-        ids = torch.randint(20, (N, 6), generator=torch.Generator().manual_seed(1))
-        rows = [{"input_ids": row, "labels": row} for row in ids]
-        args = transformers.TrainingArguments(
-            str(tmp_path / name), report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=2,
-            eval_strategy="steps", eval_steps=3, logging_steps=2, learning_rate=0.01, **others,
-        )  # fmt: skip
-        options = {"noise_seed": 1}
-        return PrivateTrainer(
-            model, args, train_dataset=rows, eval_dataset=rows[:20], plan=plan_of(model), options=options
-        )
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
 
-    killed = its_trainer("job")
-    kill_at(4, killed)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    resumed = its_trainer("job")
-    assert resumed.train(resume_from_checkpoint=True).global_step == resumed.private.rounds_done == 6
-    assert dpexp.read_ledger(tmp_path / "job" / "ledger.jsonl").training_rounds == 6
-    assert [log["epsilon"] for log in resumed.state.log_history if "epsilon" in log][-1] == resumed.private.epsilon()
-    assert [sum("eval_loss" in log for log in one.state.log_history) for one in (killed, resumed)] == [1, 1]
-    other = its_trainer("other", gradient_accumulation_steps=2, per_device_train_batch_size=3)
-    other.train()
-    assert dpexp.read_ledger(tmp_path / "other" / "ledger.jsonl").training_rounds == 6
-    assert other.private.options.max_physical_batch_size == 3
-    card = (tmp_path / "other" / "checkpoint-6" / "README.md").read_text()
+    def forward(self, input_ids, labels):
+        return {"loss": F.cross_entropy(self.head(self.words(input_ids).mean(1)), labels[:, 0])}
+
+
+class InHalf(Words):
+    def forward(self, input_ids, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(input_ids, labels)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def its_trainer(folder, model=None, callbacks=(), options=None, **arguments):
+    """A PrivateTrainer on texts of its own, for six rounds in epochs of ten."""
+    model = model or Words()
+    ids = torch.randint(20, (N, 6), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 0.01}
+    return PrivateTrainer(
+        model, transformers.TrainingArguments(str(folder), **quiet | arguments), train_dataset=rows,
+        eval_dataset=rows[:20], plan=plan_of(model), callbacks=[*callbacks], options=options,
+    )  # fmt: skip
+
+
+def trained(private_trainer):
+    """Its weights."""
+    private_trainer.train()
+    return vector(private_trainer.model)
+
+
+def test_a_trainers_batch_is_how_many_records_are_processed_at_once_and_a_known_seed_is_said_in_its_card(tmp_path):
+    its = its_trainer(
+        tmp_path, options={"noise_seed": 1}, gradient_accumulation_steps=2, per_device_train_batch_size=3,
+        save_strategy="steps", save_steps=6,
+    )  # fmt: skip
+    its.train()
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 6
+    assert its.private.options.max_physical_batch_size == 3
+    card = (tmp_path / "checkpoint-6" / "README.md").read_text()
     assert "**Not private**: the noise seed is known." in card and "ε" not in card
 
 
-def test_a_trainer_of_transformers_keeps_the_newest_and_the_best_checkpoint_and_loads_the_best(tmp_path):
-    """Also where it goes on after it was killed; the first evaluations are better, as the rate grows."""
-    from transformers import TrainerCallback
+class Worse(TrainerCallback):
+    """After round 2, each evaluation is worse than the one before."""
 
-    class Worse(TrainerCallback):
-        def on_evaluate(self, args, state, control, metrics, **_):
-            metrics["eval_loss"] = [5, 1, 2, 3, 4, 4][state.global_step - 1]
+    def on_evaluate(self, args, state, control, metrics, **_):
+        metrics["eval_loss"] = [5, 1, 2, 3, 4, 4][state.global_step - 1]
 
-    def its():
-        return small_trainer(
-            tmp_path, [Worse()], learning_rate=0.01, eval_strategy="steps", eval_steps=1, save_strategy="steps",
-            save_steps=1, load_best_model_at_end=True, save_total_limit=1,
+
+class Interrupt(TrainerCallback):
+    def on_save(self, args, state, control, **_):
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+
+
+def test_a_trainer_keeps_the_newest_and_the_best_checkpoint_and_loads_the_best(tmp_path):
+    """Also where it goes on after it was killed."""
+
+    def its(*callbacks):
+        return its_trainer(
+            tmp_path, None, [Worse(), *callbacks], eval_strategy="steps", eval_steps=1, save_strategy="steps",
+            save_steps=1, load_best_model_at_end=True, save_total_limit=1, logging_steps=2,
         )  # fmt: skip
 
-    killed = its()
-    kill_at(4, killed)
+    def checkpoints():
+        return sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+
     with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
-    resumed = its()
-    resumed.train(resume_from_checkpoint=True)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+        its(Interrupt()).train()
+    assert checkpoints() == ["checkpoint-2", "checkpoint-4"]
+    resumed, again = its(), its()
+    assert resumed.train(resume_from_checkpoint=True).global_step == resumed.private.rounds_done == 6
+    assert checkpoints() == ["checkpoint-2", "checkpoint-6"]
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 6
+    assert [log["epsilon"] for log in resumed.state.log_history if "epsilon" in log][-1] == resumed.private.epsilon()
     saved, last = (
         torch.load(tmp_path / f"checkpoint-{step}" / "private.pt", weights_only=True)["weights"] for step in (2, 6)
     )
     for name, p in resumed.model.named_parameters():
         assert torch.equal(p, saved[name]) and not torch.equal(p, last[name])
-    again = its()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 10
     assert "10 rounds with sampling" in (tmp_path / "checkpoint-6" / "README.md").read_text()
 
 
-def small_trainer(folder, callbacks=(), model=None, **arguments):
-    """A PrivateTrainer of a tiny GPT-2 on its own texts, for six rounds in epochs of ten."""
-    transformers = pytest.importorskip("transformers")
-    from dpexp.integrations.transformers import PrivateTrainer
+class Note(TrainerCallback):
+    """Which events are called, and the gradients' norm before each step."""
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    model = model or transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(20, (N, 6))]
-    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    args = transformers.TrainingArguments(str(folder), **quiet | arguments)
-    return PrivateTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows[:20], plan=plan_of(model), callbacks=[*callbacks]
-    )
+    def __init__(self):
+        self.called, self.released = [], []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            self.called.append(name)
+        return super().__getattribute__(name)
+
+    def on_pre_optimizer_step(self, args, state, control, model, optimizer, **_):
+        self.released.append(float(optimizer.param_groups[0]["params"][0].grad.norm()))
 
 
 def test_a_trainer_of_transformers_calls_all_events_in_their_order(tmp_path):
-    from transformers import TrainerCallback
-
-    class Note(TrainerCallback):
-        def __init__(self):
-            self.called, self.released = [], []
-
-        def __getattribute__(self, name):
-            if name.startswith("on_"):
-                self.called.append(name)
-            return super().__getattribute__(name)
-
-        def on_pre_optimizer_step(self, args, state, control, model, optimizer, **_):
-            self.released.append(float(optimizer.param_groups[0]["params"][0].grad.norm()))
-
     note = Note()
-    small_trainer(tmp_path, [note], logging_strategy="no").train()
+    its_trainer(tmp_path, None, [note], logging_strategy="no").train()
     a_round = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     called = [name for name in note.called if name != "on_init_end"]
     assert called == ["on_train_begin", "on_epoch_begin", *6 * a_round, "on_epoch_end", "on_log", "on_train_end"]
@@ -466,7 +459,7 @@ def test_a_trainer_of_transformers_calls_all_events_in_their_order(tmp_path):
 
 
 def test_a_trainer_of_transformers_lowers_its_rate_where_the_evaluation_stalls(tmp_path):
-    its = small_trainer(
+    its = its_trainer(
         tmp_path, eval_strategy="steps", eval_steps=1, logging_steps=1, learning_rate=1e-5,
         lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 1, "factor": 0.5},
     )  # fmt: skip
@@ -478,132 +471,58 @@ def test_a_trainer_of_transformers_lowers_its_rate_where_the_evaluation_stalls(t
     assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 6
 
 
-@pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_a_trainer_of_transformers_refuses_what_joins_rows(tmp_path, name):
-    its = small_trainer(tmp_path)
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("packing", "packing=True joins several rows"), ("padding_free", "padding_free=True joins several rows"),
+        ("fp16", "fp16=True scales gradients by the data"),
+    ],
+)  # fmt: skip
+def test_a_trainer_of_transformers_refuses_what_joins_rows_or_scales_by_the_data(tmp_path, name, said):
+    its = its_trainer(tmp_path)
     setattr(its.args, name, True)
-    with pytest.raises(dpexp.ConfigError, match=f"{name}=True joins several rows"):
+    with pytest.raises(dpexp.ConfigError, match=said):
         its.train()
 
 
 def test_adapters_whose_ranks_are_chosen_as_they_train(tmp_path):
     """AdaLoRA, whose callback reads p.grad: the noisy average."""
     peft = pytest.importorskip("peft")
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
     class Allocate(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **_):
             model.base_model.update_and_allocate(state.global_step)
 
-    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     config = peft.AdaLoraConfig(
         init_r=4, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=6, target_modules=["c_attn"], fan_in_fan_out=True
     )
-    model = peft.get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), config)
-    its = small_trainer(tmp_path, [Allocate()], model)
+    model = peft.get_peft_model(gpt2(), config)
+    its = its_trainer(tmp_path, model, [Allocate()])
     its.train()
     assert its.private.rounds_done == 6 and model.peft_config["default"].rank_pattern
 
 
-def kill_at(step, trainer):
-    """Interrupts a training after a step of which a checkpoint was saved."""
-    from transformers import TrainerCallback
-
-    class Interrupt(TrainerCallback):
-        def on_save(self, args, state, control, **_):
-            if state.global_step == step:
-                raise KeyboardInterrupt
-
-    trainer.add_callback(Interrupt())
-
-
-def test_of_networks_that_take_turns_the_critic_is_private_while_the_generator_learns(tmp_path):
-    """Each release is that of the critic's loss with the present generator, and a record moves it by at most S = 1."""
-
-    def first_and_last_release(x):
-        torch.manual_seed(1)
-        generator, critic = (nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, d)) for d in (2, 1))
-        optimizers = torch.optim.SGD(critic.parameters(), 0.1), torch.optim.SGD(generator.parameters(), 0.1)
-        z, path = torch.randn(5, 2), tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl"
-
-        def critics_loss(critic, record):
-            return F.softplus(-critic(record[0])).mean() + F.softplus(critic(generator(z).detach())).mean()
-
-        def clipped_gradient(record):
-            found = torch.autograd.grad(critics_loss(critic, (record[None],)), [*critic.parameters()])
-            flat = torch.cat([g.flatten() for g in found])
-            return flat / flat.norm().clamp(min=1)
-
-        sampling, target = dpexp.FullBatch(steps=3), dpexp.Target(noise_multiplier=1e-7, delta=DELTA)
-        private = dpexp.Private(
-            critic, optimizers[0], dpexp.make_plan(critic, n=10, sampling=sampling, target=target), path, noise_seed=3
-        )
-        found = []
-        for sample in private.rounds(TensorDataset(x)):
-            before, expected = nn.utils.parameters_to_vector(critic.parameters()), sum(map(clipped_gradient, x))
-            private.step(critics_loss, sample)
-            found.append((before - nn.utils.parameters_to_vector(critic.parameters())).detach() * 10 / 0.1)
-            assert torch.allclose(found[-1], expected, atol=1e-4)
-            F.softplus(-critic(generator(z))).mean().backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-        return found[0], found[-1]
-
-    x = torch.randn(10, 2, generator=torch.Generator().manual_seed(0))
-    (first, last), (other, _) = first_and_last_release(x), first_and_last_release(torch.cat([x[:-1], 1e3 * x[-1:]]))
-    without, _ = first_and_last_release(x[:-1])
-    assert not torch.allclose(first, last, atol=1e-3)
-    assert max((first - without).norm(), (other - without).norm()) <= 1 + 1e-4
-
-
 def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
     """As a model does whose forward is under autocast; evaluations before and between the rounds change nothing."""
-    transformers = pytest.importorskip("transformers")
-
-    class InHalf(transformers.GPT2LMHeadModel):
-        def forward(self, *args, **others):
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(*args, **others)
-
-    def weights_of(kind, **arguments):
-        torch.manual_seed(0)
-        config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0)
-        trainer = small_trainer(tmp_path / kind.__name__ / "_".join(arguments), (), kind(config), **arguments)
-        trainer._options = {"noise_seed": 1}
-        if arguments.get("bf16"):
-            trainer.evaluate()
-        trainer.train()
-        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-    usual = {"learning_rate": 0.01, "remove_unused_columns": False, "eval_strategy": "steps", "eval_steps": 2}
-    found, expected, other = (
-        weights_of(kind, **usual, **arguments)
-        for kind, arguments in (
-            (transformers.GPT2LMHeadModel, {"bf16": True}),
-            (InHalf, {}),
-            (transformers.GPT2LMHeadModel, {}),
-        )
+    usual = {"options": {"noise_seed": 1}, "eval_strategy": "steps", "eval_steps": 2}
+    its, in_half, other = (
+        its_trainer(tmp_path / name, kind(), **usual, bf16=name == "bf16")
+        for name, kind in (("bf16", Words), ("in half", InHalf), ("other", Words))
     )
-    assert torch.equal(found, expected) and not torch.equal(found, other)
-    with pytest.raises(dpexp.ConfigError, match="fp16=True scales gradients by the data"):
-        weights_of(transformers.GPT2LMHeadModel, fp16=True)
+    its.evaluate()
+    found = trained(its)
+    assert torch.equal(found, trained(in_half)) and not torch.equal(found, trained(other))
 
 
 def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    weights, memories = [], []
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0)
-        model = transformers.GPT2LMHeadModel(config)
-        if checkpointing:  # as scripts do by themselves
-            model.gradient_checkpointing_enable()
-            model.enable_input_require_grads()
-        folder = tmp_path / str(checkpointing)
-        usual = {"learning_rate": 0.01, "remove_unused_columns": False}
-        trainer = small_trainer(folder, (), model, gradient_checkpointing=checkpointing, **usual)
-        trainer._options = {"noise_seed": 1, "compile": False}
-        trainer.train()
-        memories.append(trainer.private.options.memory)
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
-    assert memories == ["usual", "low"] and torch.equal(*weights)
+    models = gpt2(), gpt2()
+    models[1].gradient_checkpointing_enable()  # as scripts do by themselves
+    models[1].enable_input_require_grads()
+    usual, low = (
+        its_trainer(
+            tmp_path / str(k), model, options={"noise_seed": 1, "compile": False}, gradient_checkpointing=bool(k),
+        )
+        for k, model in enumerate(models)
+    )  # fmt: skip
+    assert torch.equal(trained(usual), trained(low))
+    assert (usual.private.options.memory, low.private.options.memory) == ("usual", "low")
