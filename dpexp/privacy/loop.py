@@ -49,12 +49,12 @@ class TrainingLoop:
 
 @contextmanager
 def later_settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Halves the optimizers' numbers, such as learning rates, in the block; those that are 0 stay."""
+    """Changes the optimizers' numbers, such as learning rates, in the block: halves them, and makes 1 of 0."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
     try:
         for group, key, value in settings:
-            group[key] = value / 2
+            group[key] = value / 2 if value != 0 else value + 1
         yield
     finally:
         for group, key, value in settings:

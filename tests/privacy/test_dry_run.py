@@ -180,7 +180,7 @@ class Changing(Model):
     """Whose loss is multiplied by a factor, which a hook changes after round 2."""
 
     def __init__(self, factor, change):
-        super().__init__(lr=1e-6)
+        super().__init__(lr=0.0)
         self.factor, self.change = factor, change
         self.hparams["beta"], self.options, self.act = 1.0, {"beta": [1.0]}, torch.sign
         self.plain = SimpleNamespace(beta=1.0)
@@ -205,8 +205,8 @@ CHANGES = {  # the factor, 1 at first; what changes it; what it is then
     "a hook": (lambda m: 1.0, lambda m: m.net[0].register_forward_hook(lambda layer, given, found: 3 * found), 1),
     "a late round": (lambda m: 3 if m.global_step >= 2 else 1, lambda m: None, 3),
     "the learning rate": (
-        lambda m: 1e6 * m.optimizers().param_groups[0]["lr"],
-        lambda m: m.optimizers().param_groups[0].update(lr=2e-6), 2),
+        lambda m: 1 + 1e6 * m.optimizers().param_groups[0]["lr"],
+        lambda m: m.optimizers().param_groups[0].update(lr=1e-6), 2),
 }  # fmt: skip
 
 

@@ -485,6 +485,18 @@ def test_a_resumed_training_releases_nothing_again(tmp_path, is_prepared):
     assert read_ledger(tmp_path / "l.jsonl") == plan.ledger()
 
 
+def test_a_known_seed_gives_steps_before_and_after_an_interruption_noise_of_their_own(tmp_path):
+    """Both steps count the same labels: with the same noise, their counts would be equal."""
+    first, again = (module_of(one=made("laplace_counts"), two=made("laplace_counts")) for _ in range(2))
+    plan, path = plan_of(first, n=N, q=0.2, steps=4, noise_multiplier=1.0), tmp_path / "c.ckpt"
+    first.net.preprocessing["two"].vector = lambda x, y: x.new_zeros(3)
+    with pytest.raises(ConfigError, match="no record can be used"):
+        fit(tmp_path, first, plan, callbacks=[Saving(path)], noise_seed=1)
+    fit(tmp_path, again, plan, ckpt=path, noise_seed=1)
+    one, two = again.net.preprocessing.values()
+    assert one.counts.any() and not torch.equal(one.counts, two.counts)
+
+
 def standardize(clip_norm):
     return Standardize(SHAPE, clip_norm, budget_share=0.1)
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from transformers import TrainerCallback
 
 import dpexp
+from dpexp.accounting.ledger import LedgerWriter
 from dpexp.integrations.transformers import PrivateTrainer
 
 N, DELTA = 300, 1e-4
@@ -147,9 +149,15 @@ def another_plan(loop):
         loop.private.plan = plan_of(loop.model)
 
 
+def goes_back(loop):
+    for _ in loop.private.rounds(records()):
+        loop.private.load_state_dict(loop.private.state_dict())
+
+
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
+        (goes_back, "a state is loaded before rounds begin"),
         (twice, "takes the present sample"),
         (late, "takes the present sample"),
         (of_another, "takes the present sample"),
@@ -164,6 +172,17 @@ def another_plan(loop):
 def test_mistakes_are_refused(tmp_path, mistake, words):
     with pytest.raises(dpexp.ConfigError, match=words):
         mistake(Loop(tmp_path / "ledger.jsonl", seed=None))
+
+
+def test_an_interrupt_while_a_loop_ends_leaves_it_ended_without_its_keys(tmp_path):
+    private = (loop := Loop(tmp_path / "ledger.jsonl")).private
+    rounds = private.rounds(records())
+    private.step(loss_of, next(rounds))
+    engine = private._fit.engine
+    with patch.object(LedgerWriter, "sync", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        rounds.close()
+    assert not hasattr(engine, "_correlated")  # which holds the key of the noise
+    assert loop.run().private.rounds_done == 6
 
 
 X, Y = records().tensors
