@@ -77,7 +77,7 @@ def trained(name: str, python: str, work: str, seed: str, data: str) -> Result:
             _, status, used = os.wait4(process.pid, 0)
             seconds = time.perf_counter() - began
         if status:
-            return {"error": [*stderr.read_text().splitlines(), f"exit status {status}"][-2]}
+            return {"error": (stderr.read_text().splitlines() or [f"exit status {status}"])[-1]}
         told = from_job(Path(folder)) if is_job else json.loads(stdout.read_text().splitlines()[-1])
     return told | {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}
 
