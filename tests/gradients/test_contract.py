@@ -109,7 +109,6 @@ AVERAGES = [0.5, 0.75, 1.375, 2.1875]
 ASSIGNED, REPLACED, IN_PLACE = WAYS
 for _place, _way in (
     ("an attribute", ASSIGNED), ("an attribute", IN_PLACE), ("a list", REPLACED), ("a global", ASSIGNED),
-    ("a global", IN_PLACE),
 ):
     _start, _find = PLACES[_place]
     case(f"a teacher in {_place}, changed {_way} by a hook", TRACED, "",

@@ -23,7 +23,7 @@ from dpexp.privacy.refusals import refuse_low_memory
 
 
 def deep():
-    layers = [layer for _ in range(8) for layer in (nn.Linear(48, 48), nn.Tanh())]
+    layers = [layer for _ in range(16) for layer in (nn.Linear(48, 48), nn.Tanh())]
     return nn.Sequential(nn.Embedding(11, 48), *layers, nn.Linear(48, 11), nn.Dropout(0.1))
 
 
