@@ -74,13 +74,10 @@ def case(name, dtype=torch.float64):
     return module, (x.to(dtype) if x.is_floating_point() else x, y)
 
 
-@pytest.mark.parametrize(
-    ("name", "mechanism", "grouping"),
-    [
-        *((name, *kind) for name, kind in zip([*MODELS][-5:-1], KINDS, strict=True)),
-        *(("tied language model", *kind) for kind in KINDS),
-    ],
-)
+CASES = [(name, *kind) for name, kind in zip([*MODELS][-5:-1], KINDS, strict=True)]
+
+
+@pytest.mark.parametrize("name, mechanism, grouping", [*CASES, ("tied language model", "joint", "per_layer")])
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     """As those of test_models.py."""
     module, batch = case(name)
@@ -98,7 +95,7 @@ def error_of(engine, loss_of, batch):
     return max(relative_error(one, expected) for one in (sums, sums_of(engine, loss_of, batch, chunk=4)))
 
 
-@pytest.mark.parametrize("name", ["convolutions", "tied language model"])
+@pytest.mark.parametrize("name", ["convolutions", "attention with its weights"])
 def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
     module, batch = case(name, torch.float32)
     engine = engine_of(module)

@@ -173,9 +173,9 @@ def test_no_record_writes_to_another_by_a_pool_of_masked_places(dims, conv, pool
         assert moved_by(engine, loss, (x, mask, weight), (x[:-1], mask[:-1], weight[:-1])) <= S * (1 + 1e-6)
 
 
-@needs_compiler
-def test_all_factors_of_norms_are_computed_once():
+def test_all_factors_of_norms_are_computed_once(monkeypatch):
     """Computed indices, too: computed twice, they may differ."""
+    monkeypatch.setattr(compiled, "compile_graph", lambda graph, *_: graph)
     module = nn.Module()
     module.table, module.bias = nn.Embedding(400, 30), nn.Parameter(torch.ones(9))
 
@@ -185,9 +185,6 @@ def test_all_factors_of_norms_are_computed_once():
 
     engine = engine_of(module)
     sums_of(engine, loss, torch.randn(N, 12))
-    if torch.__version__ < "2.10":  # whose compiled sums of embeddings are wrong, as is found before the first round
-        assert "not compiled: the sums' relative error is" in reason_of(engine)
-        return
     marked = [node.args[0] for node in functional(engine, torch.randn(18, 12)).graph.nodes if node.target is MARK]
     assert {node.meta["val"].dtype for node in marked} == {torch.float32, torch.int64, torch.bool}
 
@@ -244,8 +241,8 @@ def test_if_compiling_fails_the_graph_runs_uncompiled(monkeypatch):
     assert "not compiled: " in reason_of(engine) and "no compiler" in reason_of(engine)
 
 
-@needs_compiler
 def test_a_compiled_graph_must_agree_with_the_uncompiled_one(monkeypatch):
+    monkeypatch.setattr(compiled, "compile_graph", lambda graph, *_: graph)
     call = compiled.Compiled.__call__
     monkeypatch.setattr(compiled.Compiled, "__call__", lambda self, *given: [x * 1.0001 for x in call(self, *given)])
     engine = engine_of(classifier())

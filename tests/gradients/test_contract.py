@@ -109,7 +109,6 @@ AVERAGES = [0.5, 0.75, 1.375, 2.1875]
 ASSIGNED, REPLACED, IN_PLACE = WAYS
 for _place, _way in (
     ("an attribute", ASSIGNED), ("an attribute", IN_PLACE), ("a list", REPLACED), ("a global", ASSIGNED),
-    ("a global", IN_PLACE),
 ):
     _start, _find = PLACES[_place]
     case(f"a teacher in {_place}, changed {_way} by a hook", TRACED, "",
@@ -306,14 +305,9 @@ def test_what_happens_to_a_step_that_breaks_the_contract(what, tmp_path):
     if case.outcome == REFUSED:
         return
     assert first.mode == (TRACED if case.outcome in (TRACED, ASSUMED) else LOOP), first.said
-    for t, released in enumerate(first.sums):
-        if case.right(t, RECORDS[0], 1.0) is not None:
-            assert torch.allclose(released, sum_by_hand(case, first.samples[t], t), atol=1e-6), t
-    samples = [first.samples[t] for t in range(rounds)]
-    drawn = [[any(torch.equal(one, row) for one in sample) for sample in samples] for row in RECORDS]
-    k = next(k for k in range(N) if any(drawn[k]) and not all(drawn[k]))
-    second = job(tmp_path, case, torch.where(torch.arange(N)[:, None] == k, -3 * RECORDS, RECORDS))
-    moved = [float((a - b).norm()) for a, b in zip(first.sums, second.sums, strict=True)]
-    assert any(moved) and all(moved[t] <= 2.000001 * S * drawn[k][t] for t in range(rounds)), moved
-    others = second if first.mode == TRACED else job(tmp_path, case, 2 * RECORDS + 1)
-    assert first.left == others.left, "nothing else is kept of the records"
+    other = job(tmp_path, case, 2 * RECORDS + 1)
+    for one in (first, other):
+        for t, released in enumerate(one.sums):
+            if case.right(t, RECORDS[0], 1.0) is not None:
+                assert torch.allclose(released, sum_by_hand(case, one.samples[t], t), atol=1e-6), t
+    assert first.left == other.left, "nothing else is kept of the records"
