@@ -64,14 +64,14 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
         assert abs(one.found - one.planned) < 1.2 * abs(one.detectable - one.planned)
 
 
-CYCLES = audited.FULL_CYCLES | {"steps": 8, "noise_multiplier": math.sqrt(2)}
+CYCLES = audited.FULL_CYCLES | {"steps": 12, "noise_multiplier": math.sqrt(3)}
 
 
 def test_correlated_noise_refutes_no_claim(tmp_path):
-    """Each record participates twice, and sensitivity is 2S; noise after the last round is cut off."""
+    """Each record participates three times, and sensitivity is 2S; noise after the last round is cut off."""
     found = judged(*noisy(tmp_path, **CYCLES))
     assert not found.exceeded
-    assert found.mu_claimed == pytest.approx(2.0, rel=1e-3)  # 2 √2 participations / z
+    assert found.mu_claimed == pytest.approx(2.0, rel=1e-3)  # 2 √3 participations / z
     assert check(found.checks, "distance of scores").found > 0.85 * 2
 
 
