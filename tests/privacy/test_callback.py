@@ -352,7 +352,7 @@ def test_schedulers_get_the_rounds_of_the_plan_and_there_is_none_beyond(tmp_path
 
 def test_a_trainer_that_ends_before_the_plan_is_told_its_epsilon_and_another_fit_goes_on(tmp_path, recwarn):
     """Rounds beyond the Trainer's end are neither trained nor counted, and ε of those before is named."""
-    plan = plan_for(Model(), steps=None, epochs=2, delta=1e-4)
+    plan = plan_for(Model(nn.Linear(4, 3)), steps=None, epochs=2, delta=1e-4)
     assert plan.rounds == 14 > 2 / Q
     whole = dpexp.epsilon(plan.ledger(), 1e-4)
     for k, (goes_on, ends, rounds) in enumerate([
@@ -360,7 +360,7 @@ def test_a_trainer_that_ends_before_the_plan_is_told_its_epsilon_and_another_fit
         (True, {"max_steps": 5}, 10), (True, {"max_epochs": 100}, 14), (True, {"max_epochs": 100}, 14),
     ]):  # fmt: skip
         if not goes_on:
-            privacy, module = dpexp.PrivacyCallback(plan, tmp_path / str(k)), Model()
+            privacy, module = dpexp.PrivacyCallback(plan, tmp_path / str(k)), Model(nn.Linear(4, 3))
         recwarn.clear()
         trainer(privacy, **ends).fit(module, Data())
         ledger = read_ledger(privacy.ledger_path)

@@ -133,10 +133,6 @@ LOSSES = {
     ),
     "weighted by hand": (by_hand_weighted, "no sum or mean of their losses.*set data.class_weights"),
     "dice": (dice, "no sum or mean of their losses.*Dice over its places"),
-    "smoothed by the batch": (
-        lambda net, x, y: F.cross_entropy(net(x), 0.9 * hot(y) + 0.1 * hot(y).mean(0)),
-        "no sum or mean of their losses",
-    ),
     "balanced by the batch": (
         lambda net, x, y: F.cross_entropy(net(x), y, 1 / (1 + hot(y).sum(0)), reduction="sum") / len(x),
         "is given class weights",

@@ -29,7 +29,7 @@ from dpexp.integrations.transformers import PrivateTrainer
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.reporting.terminal import RoundBar
 
-N, ROUNDS, S, SILENT = 6, 3, 0.5, 1e-8
+N, ROUNDS, S, SILENT = 6, 2, 0.5, 1e-8
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1)).double()
 
 

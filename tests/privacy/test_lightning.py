@@ -37,7 +37,7 @@ def test_every_option_of_the_trainer_is_honoured_or_refused_by_name():
     assert not set(HONOURED) & set(REFUSED) and not set(OWN) & set(inspect.signature(pl.Trainer).parameters)
 
 
-def test_honoured_options_reach_the_trainer(dpexp_job, monkeypatch):
+def test_honoured_options_reach_the_trainer_and_learning_rates_the_record_without_a_server(dpexp_job, monkeypatch):
     given = {}
     make = pl.Trainer
 
@@ -49,9 +49,12 @@ def test_honoured_options_reach_the_trainer(dpexp_job, monkeypatch):
     monkeypatch.setattr(pl, "Trainer", noted)
     there = ("accelerator", "precision", "strategy", "devices", "num_nodes")
     asked = [f"{'' if name in there else '+'}trainer.{name}={value}" for name, value in HONOURED.items()]
-    output = dpexp_job(*QUICK, "sampling.expected_batch_size=8", *asked)
+    rates = ("callbacks=[learning_rate]", "scheduler=cosine")
+    output = dpexp_job(*QUICK, "sampling.expected_batch_size=8", *rates, *asked)
     assert {name: given[name] for name in HONOURED} == HONOURED | {"max_time": {"hours": 1}}
     assert result_of(output)["rounds"] == 6
+    rows = [json.loads(line)["metrics"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert any("lr-SGD" in row for row in rows)
 
 
 NEEDING = """
@@ -84,12 +87,6 @@ def test_what_cannot_be_honoured_is_told_in_one_sentence(dpexp_job, tmp_path, mo
     with pytest.raises(SystemExit, match=said):
         dpexp_job(*QUICK, argument)
     assert "Needs" in argument or not list(tmp_path.glob("outputs/*/*/config.yaml"))
-
-
-def test_learning_rates_are_metrics_of_the_record_without_a_server_too(dpexp_job):
-    output = dpexp_job(*QUICK, "callbacks=[learning_rate]", "scheduler=cosine")
-    rows = [json.loads(line)["metrics"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert any("lr-SGD" in row for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from dpexp.integrations.transformers import PrivateTrainer
 
 N, DELTA = 300, 1e-4
 POISSON = dpexp.Poisson(sampling_rate=0.1, steps=6)
+TWO = dpexp.Poisson(sampling_rate=0.1, steps=2)
 
 
 def records():
@@ -314,11 +315,13 @@ def test_records_of_different_lengths_are_padded_and_processed_together(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"), [(6, r"16 records have \d shapes\..*pad_to"), (99, "one at a time.*pad_to")]
+    ("lengths", "said"), [(5, r"16 records have \d shapes\..*pad_to"), (99, "one at a time.*pad_to")]
 )
 def test_many_shapes_are_announced_before_the_first_round(tmp_path, lengths, said):
     rows = [(torch.ones(1 + i % lengths, 6), torch.tensor(i % 2)) for i in range(N)]
-    loop = Loop(tmp_path / "ledger.jsonl", max_physical_batch_size=4)
+    model = network()
+    few = plan_of(model, sampling=dpexp.Poisson(sampling_rate=0.01, steps=6))  # each of whose shapes is traced
+    loop = Loop(tmp_path / "ledger.jsonl", model=model, plan=few, max_physical_batch_size=4)
     with pytest.warns(UserWarning, match=said):
         loop.run(1, lambda model, record: F.cross_entropy(model(record[0]).mean(1), record[1]), rows,
                  collate_fn=lambda items: default_collate(items))  # fmt: skip
@@ -380,15 +383,16 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def its_trainer(folder, model=None, callbacks=(), options=None, **arguments):
-    """A PrivateTrainer on texts of its own, for six rounds in epochs of ten."""
+def its_trainer(folder, model=None, callbacks=(), options=None, sampling=POISSON, **arguments):
+    """A PrivateTrainer on texts of its own, by default for six rounds in epochs of ten."""
     model = model or Words()
     ids = torch.randint(20, (N, 6), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 0.01}
     return PrivateTrainer(
         model, transformers.TrainingArguments(str(folder), **quiet | arguments), train_dataset=rows,
-        eval_dataset=rows[:20], plan=plan_of(model), callbacks=[*callbacks], options=options,
+        eval_dataset=rows[:20], plan=plan_of(model, sampling=sampling), callbacks=[*callbacks],
+        options=options,
     )  # fmt: skip
 
 
@@ -513,17 +517,17 @@ def test_adapters_whose_ranks_are_chosen_as_they_train(tmp_path):
             model.base_model.update_and_allocate(state.global_step)
 
     config = peft.AdaLoraConfig(
-        init_r=4, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=6, target_modules=["c_attn"], fan_in_fan_out=True
+        init_r=4, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=3, target_modules=["c_attn"], fan_in_fan_out=True
     )
     model = peft.get_peft_model(gpt2(), config)
-    its = its_trainer(tmp_path, model, [Allocate()])
+    its = its_trainer(tmp_path, model, [Allocate()], sampling=dpexp.Poisson(sampling_rate=0.1, steps=3))
     its.train()
-    assert its.private.rounds_done == 6 and model.peft_config["default"].rank_pattern
+    assert its.private.rounds_done == 3 and model.peft_config["default"].rank_pattern
 
 
 def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
     """As a model does whose forward is under autocast; evaluations before and between the rounds change nothing."""
-    usual = {"options": {"noise_seed": 1}, "eval_strategy": "steps", "eval_steps": 2}
+    usual = {"options": {"noise_seed": 1}, "eval_strategy": "steps", "eval_steps": 1, "sampling": TWO}
     its, in_half, other = (
         its_trainer(tmp_path / name, kind(), **usual, bf16=name == "bf16")
         for name, kind in (("bf16", Words), ("in half", InHalf), ("other", Words))
@@ -539,7 +543,8 @@ def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path)
     models[1].enable_input_require_grads()
     usual, low = (
         its_trainer(
-            tmp_path / str(k), model, options={"noise_seed": 1, "compile": False}, gradient_checkpointing=bool(k),
+            tmp_path / str(k), model, options={"noise_seed": 1, "compile": False}, sampling=TWO,
+            gradient_checkpointing=bool(k),
         )
         for k, model in enumerate(models)
     )  # fmt: skip

@@ -128,7 +128,7 @@ def test_values_inside_a_transform_or_of_another_dimension_are_refused(loss_of, 
 COUNTED = {"sample_size": {"budget_share": 0.1}, "loss": {"clip_norm": 0.6, "budget_share": 0.1}}
 
 
-@pytest.mark.parametrize("name, given", [*(("traced", given) for given in (None, 0.0, 7.0)), ("one at a time", 7.0)])
+@pytest.mark.parametrize("name, given", [("traced", None), ("traced", 0.0), ("one at a time", 0.0)])
 def test_the_size_of_a_sample_is_counted_whatever_the_step_gives(name, given, tmp_path, recwarn):
     """A record counts 1 = S."""
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import pytorch_lightning as pl
 from test_callback import Data, Model, N, fit, plan_for, trainer
+from torch import nn
 
 import dpexp
 from dpexp.accounting.accountants import epsilon
@@ -54,7 +55,7 @@ class Shown(pl.Callback):
 
 
 def watched(folder, checkpoint=None, stop=-1, accountant="moments", **choices):
-    module = Model()
+    module = Model(nn.Linear(4, 3))
     plan = plan_for(module, **{"steps": ROUNDS} | choices)
     privacy = dpexp.PrivacyCallback(plan, folder / "l.jsonl", delta=DELTA, accountant=accountant, noise_seed=1)
     shown = Shown(privacy)
