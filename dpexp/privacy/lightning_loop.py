@@ -34,6 +34,7 @@ class LightningLoop(TrainingLoop):
         self.logged: set[str] = set()
         self.validated: set[str] = set()
         self.args: list[Any] = []
+        self._log = partial(log_privately, self.logged)  # the same each time: a step is traced again if it changes
 
     def mute(self) -> None:
         """Replaces the module's `log` until `unmute`, so that what hooks log of a round is dropped.
@@ -41,7 +42,7 @@ class LightningLoop(TrainingLoop):
         `training_step` runs on copies of the module, whose `log` drops values as well; the metrics of torchmetrics that
         it updates are theirs, and those of the module itself stay empty.
         """
-        self._module.log = partial(log_privately, self.logged)  # type: ignore[method-assign]
+        self._module.log = self._log  # type: ignore[method-assign]
 
     def log_released(self, name: str, value: float, **options: Any) -> None:
         """Logs a released or unsafe value by the `log` of the module's class, since its own is muted."""
