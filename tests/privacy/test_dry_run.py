@@ -225,6 +225,26 @@ def test_whatever_changes_the_step_between_rounds_changes_what_is_released(tmp_p
     assert not torch.allclose(before, changed, atol=1e-3)
 
 
+def test_a_step_that_does_not_change_is_not_traced_again_at_each_epoch(tmp_path):
+    """Its Python runs as often in six epochs as in three, although validation lets the module log in between."""
+    runs = []
+
+    def loss(module, x, y):
+        runs.append(module)
+        module.log("loss", x.sum())
+        return F.cross_entropy(module.net(x), y)
+
+    counts = []
+    for epochs in (3, 6):
+        (folder := tmp_path / str(epochs)).mkdir()
+        module = stepping(loss)
+        type(module).validation_step = lambda self, batch, index: None
+        released(folder, module, rows(5), steps=epochs, val=rows(2))
+        counts.append(len(runs))
+        runs.clear()
+    assert counts[0] == counts[1] > 0
+
+
 # How records are processed
 
 
