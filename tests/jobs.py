@@ -97,6 +97,22 @@ def dpexp_job(tmp_path, jobs_in):
         yield run
 
 
+def job_with(cfg, overrides, folder):
+    """What a job is made of, with other values than a composed configuration has. To compose one takes longer than all
+    that refuses a value; another option of a group must be composed."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    from dpexp.commands import validate
+    from dpexp.commands.job import Job
+
+    cfg = cfg.copy()
+    for override in OverridesParser.create().parse_overrides([*overrides]):
+        OmegaConf.update(cfg, override.key_or_group, override.value(), merge=False)
+    validate.check(cfg)
+    return Job.of(cfg, folder)
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, jobs_in):
     """A folder in which a job was run, for all tests that only read what a job leaves; its MLflow store names files

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -54,7 +55,10 @@ def name(path):
     return path.relative_to(ROOT).as_posix()
 
 
+register = cache(config.register)
+
+
 def composed(overrides):
-    config.register()
+    register()
     with initialize_config_dir(str(config.CONF), version_base="1.3"):
         return compose("config", overrides)

@@ -102,6 +102,7 @@ def test_what_cannot_be_augmented_is_refused(make, words):
         make()
 
 
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("privacy", ["privacy.noise_multiplier=1", "privacy.enabled=false"])
 def test_a_job_and_its_non_private_baseline_train_on_views(privacy, dpexp_job, monkeypatch):
     seen, crop = [], FlipCrop.__call__

@@ -6,11 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from files import save
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import result_of, store_of
+from jobs import job_with, result_of, store_of
 from made import made_job
+from pages import composed
 from runs import ledger
 from sensitivity import moved_by
 from test_tables import COLUMNS, CSV, rows, table
@@ -95,11 +97,15 @@ def test_a_row_more_moves_no_other_part(table, dpexp_job):
             "train.csv", index=False
         )
 
-    own, other = (FIRST, SECOND) if hash_of("new") < 0.5 else (SECOND, FIRST)
-    job = (*CSV, "data.id=people", "data.n=120")
-    assert moved_by(with_one_more, dpexp_job, 120, *job, other) == 0
-    rows(240).to_csv("train.csv", index=False)
-    assert 0.01 < moved_by(with_one_more, dpexp_job, 120, *job, own) <= 1.0001
+    def of_other_part():
+        low = 0.5 if own == FIRST else 0
+        part = {"column": "name", "low": low, "high": low + 0.5}
+        return Table("train.csv", COLUMNS, "ill", "row", "test.csv", None, part).train.tensors
+
+    own = FIRST if hash_of("new") < 0.5 else SECOND
+    before = of_other_part()
+    assert 0.01 < moved_by(with_one_more, dpexp_job, 120, *CSV, "data.id=people", "data.n=120", own) <= 1.0001
+    assert all(torch.equal(*both) for both in zip(before, of_other_part(), strict=True))
 
 
 def test_jobs_on_both_halves_cost_the_worse_one(table, dpexp_job, capsys):
@@ -142,17 +148,31 @@ REFUSED = [
     ("data.part={column:name,low:0}", "must be {column: NAME, low: 0, high: 0.5}"),
     ("data.part={column:name,low:0.5,high:0.5}", "low=0.5 and high=0.5 must be numbers, 0 <= low < high <= 1"),
     ("data.part={column:name,low:0,high:x}", "data.part: low=0 and high=x must be numbers"),
-    ("data.part={column:id,low:0,high:0.5}", "train.csv has no column id, which data.part.column names"),
     (f"{FIRST} privacy.adjacency=replace_one", "with replace_one, a record may change its part"),
+    (f"{FIRST} data.module.part=null", "is no option of dpexp.training.data.Table"),
+]
+REFUSED_JOBS = [  # with other options, or refused when the table is read
+    ("data.part={column:id,low:0,high:0.5}", "train.csv has no column id, which data.part.column names"),
     (f"{FIRST} sampling=fixed_size", "needs adjacency=add_remove"),
     (f"{FIRST} privacy_unit=microbatch privacy_unit.size=2", "needs privacy_unit=example"),
     ("data.part={column:age,low:0,high:0.5} data.person=name privacy_unit=user", "and its column, name"),
     (f"{FIRST} data.person=name privacy_unit=user privacy_unit.user_attribute=x", "needs privacy_unit=example"),
-    (f"{FIRST} data.module.part=null", "is no option of dpexp.training.data.Table"),
 ]
 
 
+@pytest.fixture(scope="module")
+def options():
+    return composed([*CSV, *QUICK, "tracking=none"])
+
+
 @pytest.mark.parametrize("overrides, said", REFUSED)
+def test_options_of_a_part_are_refused_in_one_sentence(table, options, overrides, said):
+    with pytest.raises(ConfigError) as raised:
+        job_with(options, overrides.split(), table)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("overrides, said", REFUSED_JOBS)
 def test_a_part_that_is_no_function_of_the_privacy_unit_is_refused_in_one_sentence(table, dpexp_job, overrides, said):
     with pytest.raises((SystemExit, ConfigError)) as raised:
         dpexp_job(*CSV, *QUICK, "tracking=none", *overrides.split())

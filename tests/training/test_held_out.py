@@ -62,6 +62,7 @@ def test_a_sample_of_all_records_and_a_training_shorter_than_an_epoch_have_a_bes
         overfitting(steps, batch_size=batch_size)
 
 
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("privacy, says", [("privacy.enabled=false", True), ("privacy.noise_multiplier=1", False)])
 def test_a_job_holds_records_out_only_without_privacy(privacy, says, dpexp_job, recwarn):
     output = dpexp_job(privacy, "model=logistic", "sampling.steps=4", "tracking=none")

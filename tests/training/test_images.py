@@ -11,7 +11,8 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from datasets import Image as ImageFeature
 from files import save
-from jobs import result_of
+from jobs import job_with, result_of
+from pages import composed
 from PIL import Image
 
 from dpexp.accounting.ledger import read_ledger
@@ -153,6 +154,11 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.fixture(scope="module")
+def options():
+    return composed([*JOB, *LEARN, "tracking=none"])
+
+
 @pytest.mark.parametrize(
     "argument, said",
     [
@@ -161,11 +167,17 @@ def test_mistakes_in_the_folders_are_refused_in_one_sentence(folders, said):
         ("data.test_path=null", "data.test_path=None must be a folder"),
         ("data.test_path=test/a", "data.class_names=[] must be at least two different names"),
         ("data.class_names=[a,a]", "data.class_names=['a', 'a'] must be at least two"),
-        ("data.shape=[4,8,8]", "data.shape=[4, 8, 8] must be [channels, height, width] with 1 or 3 channels"),
     ],
 )
-def test_mistakes_in_the_configuration_are_refused_in_one_sentence(folders, dpexp_job, argument, said):
-    assert said in refusal(dpexp_job, *JOB, *argument.split())
+def test_mistakes_in_the_configuration_are_refused_in_one_sentence(folders, options, argument, said):
+    with pytest.raises(ConfigError) as raised:
+        job_with(options, argument.split(), folders)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_images_of_four_channels_are_refused(folders, dpexp_job):
+    said = "data.shape=[4, 8, 8] must be [channels, height, width] with 1 or 3 channels"
+    assert said in refusal(dpexp_job, *JOB, "data.shape=[4,8,8]")
 
 
 def refusal(job, *arguments):
@@ -210,6 +222,7 @@ def vectors():
 OF_VECTORS = ("data=huggingface", "data.path=saved", "data.input=v", "data.label=y", "data.shape=[4]", *MODEL)
 
 
+@pytest.mark.usefixtures("bare")
 def test_vectors_of_a_data_set_train(folders, dpexp_job):
     rows = vectors()
     data = HuggingFace("saved", ["no", "yes"], [4], "v", "y")
@@ -224,9 +237,7 @@ def test_vectors_of_a_data_set_train(folders, dpexp_job):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("", "data.class_names=[] must be at least two"),
         ("data.class_names=[no,yes] data.input=w", "data.path=saved, split test: w and y cannot be read: "),
-        ("data.path=null", "data.path, data.input and data.label must be given"),
         ("data.class_names=[no,yes] data.shape=[5]", "data.path=saved, split test: record 0 cannot be read: "),
         ("data.class_names=[no,ja]", "record 1 cannot be read: yes is none of the classes no, ja"),
         ("data.class_names=[no,yes] data.module.test_split=other", "data.path=saved, split other: "),
@@ -235,6 +246,20 @@ def test_vectors_of_a_data_set_train(folders, dpexp_job):
 def test_mistakes_in_a_data_set_are_refused_in_one_sentence(folders, dpexp_job, arguments, said):
     vectors()
     assert said in refusal(dpexp_job, *OF_VECTORS, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "data.class_names=[] must be at least two"),
+        (["data.path=null"], "data.path, data.input and data.label must be given"),
+    ],
+)
+def test_options_of_a_data_set_are_refused(folders, arguments, said):
+    vectors()
+    with pytest.raises(ConfigError) as raised:
+        job_with(composed([*OF_VECTORS, *LEARN, "tracking=none"]), arguments, folders)
+    assert said in str(raised.value)
 
 
 def test_a_folder_whose_classes_hugging_face_would_take_from_private_files_is_refused(tmp_path):

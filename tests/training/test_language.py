@@ -15,7 +15,8 @@ import pyarrow as pa
 import pytest
 import torch
 from files import save, word_tokenizer, write_lines
-from jobs import result_of
+from jobs import job_with, result_of
+from pages import composed
 from peft import PeftModel
 from reference import engine_of, norm_of, relative_error, rows_of, sums_apart, sums_of
 from sensitivity import ONE_ROUND, moved_by
@@ -193,6 +194,7 @@ def test_a_template_that_rewrites_earlier_turns_leaves_no_text(folder):
     assert_read(documents("train.jsonl", messages="talk", chat_template="chat.jinja").train, None)
 
 
+@pytest.mark.usefixtures("bare")
 def test_conversations_train_the_tokenizers_template_and_predict_answers(folder, dpexp_job):
     word_tokenizer(TOKENS, eos_token="<end>", chat_template=CHAT).save_pretrained("tiny")
     for name, count in (("train.jsonl", 60), ("test.jsonl", 20)):
@@ -253,6 +255,7 @@ def test_prompts_and_conversations_that_cannot_be_used_are_refused(folder, optio
         _ = made.test, made.example()
 
 
+@pytest.mark.usefixtures("bare")
 def test_samples_are_records_of_the_labels_asked_for(folder, dpexp_job, capsys):
     for name, count in (("train.jsonl", 60), ("test.jsonl", 20)):
         write_lines(name, [{"kind": "ab"[k % 2], "text": "cat cat" if k % 2 else "d"} for k in range(count)])
@@ -369,6 +372,7 @@ def test_the_loss_is_that_of_the_texts_tokens(folder):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.usefixtures("bare")
 def test_another_block_moves_the_released_sum_by_at_most_2_s(folder, dpexp_job):
     def with_document(text):
         (folder / "train.txt").write_text("\n\n".join([text, *texts(60)[1:]]))
@@ -494,6 +498,7 @@ def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder,
     assert {"generated.txt", "adapter", "card.md"} <= {artifact.path for artifact in client.list_artifacts(run)}
 
 
+@pytest.mark.usefixtures("bare")
 def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folder, dpexp_job):
     job = dpexp_job(
         "experiment=finetune_classifier", "model.name=tiny", "data.path=train.jsonl", "data.test_path=test.jsonl",
@@ -516,18 +521,11 @@ def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folde
     [
         ("data.path=empty.txt", "data.module: the training set is empty"),
         ("data.test_path=empty.txt", "data.test_path=empty.txt has no record with a text in text"),
-        ("data.path=none.txt", "data.path=none.txt cannot be read: No such file"),
         ("data.path=train.jsonl data.text=body", "data: none of the records tried, spread over the"),
         ("data.test_path=test.jsonl data.text=body", "data.test_path=test.jsonl has no column body"),
         ("data.path=train.jsonl data.user=name privacy_unit=user data.users=20",
          "data: the training set is empty, or no record has a known user"),
         ("privacy_unit=user data.users=20", "data.user=null: privacy_unit=user needs the name of the field"),
-        ("data.unit=line", "data.unit=line is unknown; choose one of document, block"),
-        ("data.unit=block", "data.unit=block with privacy.adjacency=None: neighbours differ by one block"),
-        ("model.dtype=float16", "model.dtype=float16 is unknown; choose float32 or bfloat16"),
-        ("data.length=33", "data.length=33 must lie between 2 and the 32 tokens"),
-        ("data.n=???", "data.n must be given"),
-        ("model.name=./nowhere", "model.name=./nowhere is neither a folder nor a name on the hub"),
         ("data.path=tiny", "data.path=tiny is a data set of kind json"),
     ],
 )  # fmt: skip
@@ -536,6 +534,28 @@ def test_bad_input_gets_one_sentence_before_any_release(folder, dpexp_job, overr
     with pytest.raises(SystemExit, match=rf"^dpexp: {re.escape(sentence)}"):
         dpexp_job(*JOB, *ALL_AT_ONCE, *overrides.split(), "hydra.run.dir=out")
     assert not (ledger := folder / "out" / "ledger.jsonl").exists() or not read_ledger(ledger)
+
+
+@pytest.fixture(scope="module")
+def options():
+    return composed([*JOB, *ALL_AT_ONCE])
+
+
+@pytest.mark.parametrize(
+    "override, sentence",
+    [
+        ("data.path=none.txt", "data.path=none.txt cannot be read: No such file"),
+        ("data.unit=line", "data.unit=line is unknown; choose one of document, block"),
+        ("data.unit=block", "data.unit=block with privacy.adjacency=None: neighbours differ by one block"),
+        ("model.dtype=float16", "model.dtype=float16 is unknown; choose float32 or bfloat16"),
+        ("data.length=33", "data.length=33 must lie between 2 and the 32 tokens"),
+        ("data.n=???", "data.n must be given"),
+        ("model.name=./nowhere", "model.name=./nowhere is neither a folder nor a name on the hub"),
+    ],
+)
+def test_options_that_cannot_be_used_get_one_sentence(folder, options, override, sentence):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(sentence)}"):
+        job_with(options, [override], folder)
 
 
 def test_a_tokenizer_without_any_token_to_pad_with_and_a_long_prompt_are_refused(folder):

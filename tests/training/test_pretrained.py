@@ -145,6 +145,7 @@ def public_weights(model, path, **about):
     return path
 
 
+@pytest.mark.usefixtures("bare")
 def test_named_modules_are_trained_around_frozen_public_ones_and_may_be_new(dpexp_job, tmp_path, capsys):
     """As in the slides: new first and last layers, for other images and classes, around frozen ones."""
     job = ("model=cnn", *FAST[1:], "data.id=rows")
@@ -187,6 +188,7 @@ def test_of_public_weights_only_what_is_trained_and_the_head_may_differ(dpexp_jo
 TELLING = {"private": "False", "data_id": "rows"}
 
 
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
     "about, overrides",
     [
@@ -209,6 +211,7 @@ def test_weights_of_a_job_without_privacy_on_the_same_data_id_are_refused(dpexp_
         dpexp_job("model=logistic", *FAST[1:], *features)
 
 
+@pytest.mark.usefixtures("bare")
 def test_features_of_a_public_network(dpexp_job, tmp_path):
     public = public_weights(mlp([1, 8, 8], 10), tmp_path / "public.safetensors")
     job = ("model=logistic", *FAST[1:], *BACKBONE, f"+data.features_of.weights={public}", "data.shape=[128]")

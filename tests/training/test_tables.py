@@ -18,7 +18,8 @@ import yaml
 from files import save
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import result_of
+from jobs import job_with, result_of
+from pages import composed
 from pyarrow import parquet
 from sensitivity import moved_by
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
@@ -380,6 +381,7 @@ def test_a_table_trains_is_registered_and_predicts_raw_rows(table, dpexp_job):
         predict([str(output), "new.npy"])
 
 
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("privacy", ["sampling=fixed_size", "privacy.enabled=false"])
 def test_a_job_with_rows_that_cannot_be_used_trains_without_them(table, dpexp_job, recwarn, privacy):
     """Privately they are records that contribute nothing; without privacy they are left out."""
@@ -424,6 +426,7 @@ def test_rows_without_an_id_are_training_rows(table):
     assert len(data.train) + len(data.test) == 240
 
 
+@pytest.mark.usefixtures("bare")
 def test_numbers_are_predicted_in_their_own_unit(table, dpexp_job):
     options = ("data.target=age", "sampling.steps=60", "optimizer.lr=0.1", "privacy.enabled=false", "tracking=none")
     output = dpexp_job(*CSV, *QUICK, *options)
@@ -432,6 +435,7 @@ def test_numbers_are_predicted_in_their_own_unit(table, dpexp_job):
     assert np.corrcoef(found["prediction"], found["age"].astype(float))[0, 1] > 0.5 and found["prediction"].mean() > 20
 
 
+@pytest.mark.usefixtures("bare")
 def test_a_person_less_moves_the_released_sum_by_at_most_s(table, dpexp_job):
     def without_the_first():
         rows(240)[3:].to_csv("train.csv", index=False)
@@ -618,26 +622,40 @@ def test_a_table_that_does_not_fit_its_schema_is_refused(table, content, said):
 
 
 REFUSED = [
-    ("data=csv", "data.schema must be given"),
     ("data.path=none.csv", "data.path=none.csv cannot be read: No such file"),
     ("data.path=none.parquet", "data.path=none.parquet cannot be read: No such file"),
-    ("data.path=none.csv model=cnn", "data.path=none.csv cannot be read: No such file"),
-    ("data.test_path=none.csv model=cnn", "data.test_path=none.csv cannot be read: No such file"),
     ("data.schema=none.yaml", "data.schema=none.yaml cannot be read: No such file"),
     ("data.target=sick", "data.target=sick is no column of schema.yaml"),
     ("data.person=id", "data.person=id is no column of schema.yaml"),
     ("data.person=null", "data.person must be given"),
     ("data.test_path=null", "data.test_path or data.test_hash must be given"),
-    ("data.test_path=null data.test_hash={column:id,fraction:0.5}", "train.csv has no column id"),
     ("data.test_path=null data.test_hash={column:name,fraction:2}", "data.test_hash="),
+    ("data.person=name", "data.person=name"),
+]
+REFUSED_JOBS = [  # with other options, or refused when the table is read
+    ("data=csv", "data.schema must be given"),
+    ("data.path=none.csv model=cnn", "data.path=none.csv cannot be read: No such file"),
+    ("data.test_path=none.csv model=cnn", "data.test_path=none.csv cannot be read: No such file"),
+    ("data.test_path=null data.test_hash={column:id,fraction:0.5}", "train.csv has no column id"),
     ("data.test_path=null data.test_hash={column:age,fraction:0.5} data.person=name privacy_unit=user",
      "data.test_hash.column=age must be the person, name"),
-    ("data.person=name", "data.person=name"),
     ("model=cnn", "model=cnn takes images"),
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def options():
+    return composed([*CSV, *QUICK, "tracking=none"])
+
+
 @pytest.mark.parametrize("overrides, said", REFUSED)
+def test_options_of_a_table_are_refused_in_one_sentence(table, options, overrides, said):
+    with pytest.raises(ConfigError) as raised:
+        job_with(options, overrides.split(), table)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("overrides, said", REFUSED_JOBS)
 def test_a_job_on_a_table_is_refused_in_one_sentence(table, dpexp_job, overrides, said):
     given = [] if overrides == "data=csv" else [*CSV, *QUICK]
     with pytest.raises((SystemExit, ConfigError)) as raised:

@@ -1,11 +1,14 @@
 """Texts as embeddings by a public transformer: their values, records that cannot be used, sensitivity, a job."""
 
+import re
+
 import mlflow
 import pandas as pd
 import pytest
 import torch
 from files import save, word_tokenizer, write_lines
-from jobs import result_of
+from jobs import job_with, result_of
+from pages import composed
 from safetensors.torch import load_file
 from sensitivity import moved_by
 from tokenizers.processors import TemplateProcessing
@@ -109,6 +112,7 @@ def test_records_without_a_text_or_a_known_label_keep_their_places_and_contribut
         texts().test  # noqa: B018
 
 
+@pytest.mark.usefixtures("bare")
 def test_a_user_who_has_texts_no_longer_moves_the_released_sum_by_at_most_s(folder, dpexp_job):
     def without_texts_of_one():
         odd = [{"text": "a", "kind": "unknown", "who": "0 0"}, {"text": "", "kind": "late", "who": "0 0"}]
@@ -152,6 +156,11 @@ def test_classes_are_by_default_the_labels_of_the_test_texts(folder):
     assert labels_in("test.jsonl", "kind") == ["1", "a", "b"]
 
 
+@pytest.fixture(scope="module")
+def options():
+    return composed(JOB)
+
+
 @pytest.mark.parametrize(
     "override, sentence",
     [
@@ -161,6 +170,6 @@ def test_classes_are_by_default_the_labels_of_the_test_texts(folder):
         ("data.class_names=[early,early]", "data.class_names=['early', 'early'] must be at least two different"),
     ],
 )
-def test_bad_input_gets_one_sentence(folder, dpexp_job, override, sentence):
-    with pytest.raises(SystemExit, match=rf"^dpexp: {sentence}".replace("[", r"\[")):
-        dpexp_job(*JOB, override)
+def test_bad_input_gets_one_sentence(folder, options, override, sentence):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(sentence)}"):
+        job_with(options, [override], folder)
