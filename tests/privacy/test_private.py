@@ -532,9 +532,11 @@ def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
         its_trainer(tmp_path / name, kind(), **usual, bf16=name == "bf16")
         for name, kind in (("bf16", Words), ("in half", InHalf), ("other", Words))
     )
+    never_evaluated = its_trainer(tmp_path / "never", options={"noise_seed": 1}, bf16=True)
     its.evaluate()
     found = trained(its)
     assert torch.equal(found, trained(in_half)) and not torch.equal(found, trained(other))
+    assert torch.equal(found, trained(never_evaluated))
 
 
 def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path):
