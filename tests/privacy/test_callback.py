@@ -320,17 +320,18 @@ def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):
     assert not any(torch.equal(a, b) for k, a in enumerate(every) for b in every[:k])
 
 
-def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_path):
+@pytest.mark.parametrize("rounds", [5, T])
+def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release_or_at_its_end(tmp_path, rounds):
     class Edit(Gradients):
         def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 5:
+            if trainer.global_step == rounds:
                 edited(tmp_path / "l.jsonl")
 
     module, edit = Model(), Edit()
     privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
-    with pytest.raises(ConfigError, match="was edited while its run was writing it, so training stops; its 5 rounds"):
+    with pytest.raises(ConfigError, match=f"was edited while its run was writing it, so training stops; its {rounds}"):
         trainer(privacy, edit).fit(module, Data())
-    assert len(edit.seen) == 5
+    assert len(edit.seen) == rounds
 
 
 # How many rounds

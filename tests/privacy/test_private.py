@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -495,15 +496,18 @@ def test_a_trainer_of_transformers_lowers_its_rate_where_the_evaluation_stalls(t
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "owner, name, said",
     [
-        ("packing", "packing=True joins several rows"), ("padding_free", "padding_free=True joins several rows"),
-        ("fp16", "fp16=True scales gradients by the data"),
+        ("args", "packing", "packing=True joins several rows"),
+        ("args", "padding_free", "padding_free=True joins several rows"),
+        ("data_collator", "padding_free", "padding_free=True joins several rows"),
+        ("args", "fp16", "fp16=True scales gradients by the data"),
     ],
-)  # fmt: skip
-def test_a_trainer_of_transformers_refuses_what_joins_rows_or_scales_by_the_data(tmp_path, name, said):
+)
+def test_a_trainer_of_transformers_refuses_what_joins_rows_or_scales_by_the_data(tmp_path, owner, name, said):
     its = its_trainer(tmp_path)
-    setattr(its.args, name, True)
+    its.data_collator = partial(its.data_collator)  # of its own, which may have attributes
+    setattr(getattr(its, owner), name, True)
     with pytest.raises(dpexp.ConfigError, match=said):
         its.train()
 
@@ -532,9 +536,11 @@ def test_a_trainer_of_transformers_computes_losses_in_bf16(tmp_path):
         its_trainer(tmp_path / name, kind(), **usual, bf16=name == "bf16")
         for name, kind in (("bf16", Words), ("in half", InHalf), ("other", Words))
     )
+    never_evaluated = its_trainer(tmp_path / "never", options={"noise_seed": 1}, bf16=True)
     its.evaluate()
     found = trained(its)
     assert torch.equal(found, trained(in_half)) and not torch.equal(found, trained(other))
+    assert torch.equal(found, trained(never_evaluated))
 
 
 def test_gradient_checkpointing_of_a_trainer_is_two_runs_of_low_memory(tmp_path):

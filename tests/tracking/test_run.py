@@ -211,6 +211,7 @@ def raised(error, cause=None):
 @pytest.mark.parametrize("error, said", [
     (ConfigError("q=2 must lie in (0, 1]."), "q=2 must lie in (0, 1]."),
     (raised(ConfigError("data.module: Smith, John"), raised(ValueError())), "ValueError in test_run.py, line "),
+    (raised(ConfigError("Smith, John")), "ConfigError in test_run.py, line "),
     (raised(RecordError("Smith, John")), "RecordError in test_run.py, line "),
 ])  # fmt: skip
 def test_mistakes_in_a_configuration_are_told_in_full(tmp_path, error, said):
