@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.integrations.transformers import PrivateTrainer
+from dpexp.privacy.gradients.step import LOOP
 
 N, DELTA = 300, 1e-4
 POISSON = dpexp.Poisson(sampling_rate=0.1, steps=6)
@@ -384,13 +385,13 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def its_trainer(folder, model=None, callbacks=(), options=None, sampling=POISSON, **arguments):
+def its_trainer(folder, model=None, callbacks=(), options=None, sampling=POISSON, kind=PrivateTrainer, **arguments):
     """A PrivateTrainer on texts of its own, by default for six rounds in epochs of ten."""
     model = model or Words()
     ids = torch.randint(20, (N, 6), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 0.01}
-    return PrivateTrainer(
+    return kind(
         model, transformers.TrainingArguments(str(folder), **quiet | arguments), train_dataset=rows,
         eval_dataset=rows[:20], plan=plan_of(model, sampling=sampling), callbacks=[*callbacks],
         options=options,
@@ -413,6 +414,22 @@ def test_a_trainers_batch_is_how_many_records_are_processed_at_once_and_a_known_
     assert its.private.options.max_physical_batch_size == 3
     card = (tmp_path / "checkpoint-6" / "README.md").read_text()
     assert "**Not private**: the noise seed is known." in card and "ε" not in card
+
+
+@pytest.mark.parametrize("count", ["global_step", "epoch"])
+def test_a_loss_that_depends_on_a_trainers_count_of_rounds_runs_one_record_at_a_time(tmp_path, count):
+    class Growing(PrivateTrainer):
+        def compute_loss(self, model, inputs, **_):
+            return model(**inputs)["loss"] * (1 + getattr(self.state, count))
+
+    class Modes(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            seen.append(its.private._fit.engine.step.mode)
+
+    seen = []
+    its = its_trainer(tmp_path, callbacks=[Modes()], kind=Growing)
+    its.train()
+    assert seen == [LOOP] * 6
 
 
 class Worse(TrainerCallback):
