@@ -432,6 +432,18 @@ def test_a_loss_that_depends_on_a_trainers_count_of_rounds_runs_one_record_at_a_
     assert seen == [LOOP] * 6
 
 
+class StopAfterThree(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 3
+
+
+def test_a_trainer_that_goes_on_steps_the_optimizer_that_it_has_now(tmp_path):
+    its = its_trainer(tmp_path, callbacks=[StopAfterThree()])
+    after_three = trained(its)
+    its.optimizer, its.lr_scheduler = torch.optim.SGD(its.model.parameters(), lr=0.0), None
+    assert torch.equal(trained(its), after_three) and its.private.rounds_done == 6
+
+
 class Worse(TrainerCallback):
     """After round 2, each evaluation is worse than the one before."""
 
