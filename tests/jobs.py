@@ -97,20 +97,26 @@ def dpexp_job(tmp_path, jobs_in):
         yield run
 
 
-def job_with(cfg, overrides, folder):
-    """What a job is made of, with other values than a composed configuration has. To compose one takes longer than all
-    that refuses a value; another option of a group must be composed."""
+def refusal_of(cfg, overrides, folder):
+    """The one sentence by which a job is refused that has other values than a composed configuration.
+
+    To compose one takes longer than all that refuses a value; another option of a group must be composed.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
     from dpexp.commands import validate
     from dpexp.commands.job import Job
+    from dpexp.errors import ConfigError
 
     cfg = cfg.copy()
     for override in OverridesParser.create().parse_overrides([*overrides]):
         OmegaConf.update(cfg, override.key_or_group, override.value(), merge=False)
-    validate.check(cfg)
-    return Job.of(cfg, folder)
+    with pytest.raises(ConfigError) as raised:
+        validate.check(cfg)
+        Job.of(cfg, folder)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 @pytest.fixture(scope="session")

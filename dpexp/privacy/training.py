@@ -52,7 +52,7 @@ class PrivateTraining:
         self.progress = Progress.at_start(plan, compile)
         self._ledger: Any = None  # the last fit's, closed or not; None: none began since a checkpoint was loaded
         self._fit: Fit | None = None  # the present one
-        self._until_closed = ExitStack()  # gives back what was replaced in the user's objects
+        self._until_closed = ExitStack()  # closes ledger and fit, and gives back what was replaced
 
     @property
     def rounds_done(self) -> int:
@@ -140,8 +140,10 @@ class PrivateTraining:
 
         fit = Fit(self.plan, self.options, self.progress, loop, module, loader, processes, check_all)
         self._fit = fit
+        self._until_closed.callback(fit.close)
         done_before = self.rounds_done  # `open` may raise it: a sampling policy may not go on within an epoch
         self._ledger = fit.open(self.ledger_path, resumes=after_checkpoint or after_earlier_fit)
+        self._until_closed.callback(self._ledger.close)
         refusals.warn_of_lost_rounds(self.plan, self.rounds_done - done_before, self.rounds_done)
         if after_earlier_fit:
             refusals.warn_of_no_rounds(self.plan, self.rounds_done)
@@ -157,11 +159,5 @@ class PrivateTraining:
         self._fit.sum_sample(step)
 
     def _close(self) -> None:
-        fit, self._fit = self._fit, None
-        self._until_closed.close()
-        try:
-            if self._ledger is not None:
-                self._ledger.close()
-        finally:  # an interrupt within must not keep the keys of the noise
-            if fit is not None:
-                fit.close()
+        self._fit = None
+        self._until_closed.close()  # all that it has, also if an interrupt ends one of them

@@ -242,7 +242,7 @@ def test_links_of_tutorials_lead_to_the_sites_folders(monkeypatch):
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_references_name_what_exists(page):
     for path in re.findall(r"\]\[([\w.]+)\]|^::: ([\w.]+)", prose(page), re.M):
-        resolve_name("".join(path))
+        assert resolve_name("".join(path)) is not None
 
 
 NAVIGATION = re.findall(r"^ +- .*?(\S+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)

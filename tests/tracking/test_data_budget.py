@@ -279,7 +279,8 @@ def test_a_job_that_names_no_data_enters_no_code_about_other_runs(dpexp_job, mon
         (train, "earlier_on_data"), (train, "with_earlier"), (data_budget, "start"), (data_budget, "end"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, None)  # whose call would fail
-    dpexp_job(*QUICK, "privacy.epsilon=2", "data.id=null", "sampling.steps=1")
+    output = dpexp_job(*QUICK, "privacy.epsilon=2", "data.id=null", "sampling.steps=1")
+    assert read_ledger(output / "ledger.jsonl").training_rounds == 1
 
 
 @pytest.mark.parametrize(
