@@ -62,7 +62,7 @@ class Options:
 
 
 def certificate(arguments: Sequence[str]) -> Path:
-    """Writes a run's certificate beside its ledger, and returns its path; that of an MLflow run is fetched first."""
+    """Writes a run's certificate beside its ledger and returns its path; fetches the ledger if given an MLflow run id."""
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     named = [argument for argument in arguments if not is_option(argument)]
     if len(named) == 1 and not Path(named[0]).exists() and not Path(named[0]).suffix:

@@ -91,13 +91,13 @@ class PrivateTraining:
         """Resumes from what `state_dict` returned, in the next fit.
 
         Raises:
-            ConfigError: rounds have begun and their loop has not ended. Its samples and noise go on from the rounds
-                that it has done, so that an accountant which counts on their order, as with partitions, would be wrong.
+            ConfigError: a fit is running. Its samples and noise continue from the rounds that it has done. The
+                accountant of a policy whose samples have an order, as partitions have, would then be wrong.
         """
         if self._fit is not None:
             raise ConfigError(
-                "a state is loaded before rounds begin, and a loop of them has not ended; end it first, by break or by "
-                "close() of what private.rounds returned."
+                "load_state_dict was called while rounds are running; end their loop first, by break or by close() of "
+                "what private.rounds returned."
             )
         progress = self.progress
         progress.rounds, progress.position = state_dict["completed"], state_dict.get("ledger")
@@ -160,4 +160,4 @@ class PrivateTraining:
 
     def _close(self) -> None:
         self._fit = None
-        self._until_closed.close()  # all that it has, also if an interrupt ends one of them
+        self._until_closed.close()  # calls each of its callbacks, also after one was interrupted

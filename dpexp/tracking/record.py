@@ -54,16 +54,16 @@ class Record:
 
     | Key of `run.json` | What it is |
     |---|---|
-    | `name`, `start` | of the run; the time of its start in milliseconds |
+    | `name`, `start` | the run's name; when it started, in milliseconds |
     | `tags`, `params` | texts by name, as MLflow shows them |
     | `configuration` | each option's value by its key |
-    | `data` | of the training set, what `mlflow.entities.Dataset` takes |
+    | `data` | the arguments of `mlflow.entities.Dataset` for the training set |
     | `files` | names of files in the folder that are closed |
-    | `store` | of the run, as `tracking` in the configuration |
-    | `delta`, `accountants` | at which δ, and by which accountants, ε is computed |
+    | `store` | the MLflow store, as `tracking` in the configuration |
+    | `delta`, `accountants` | the δ and the accountants by which ε is computed |
     | `spends` | `data_id`, `budget` and whether the job `trains`; null: its data set is not named |
     | `starts` | a random number for each start of the job, first to last |
-    | `model` | of a model that is saved, what `registered_model.send_model` takes |
+    | `model` | the arguments of `registered_model.send_model`, once a model is saved |
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:

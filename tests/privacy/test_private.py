@@ -160,7 +160,7 @@ def goes_back(loop):
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (goes_back, "a state is loaded before rounds begin"),
+        (goes_back, "load_state_dict was called while rounds are running"),
         (twice, "takes the present sample"),
         (late, "takes the present sample"),
         (of_another, "takes the present sample"),
