@@ -62,7 +62,10 @@ class Options:
 
 
 def certificate(arguments: Sequence[str]) -> Path:
-    """Writes a run's certificate beside its ledger and returns its path; fetches the ledger if given an MLflow run id."""
+    """Writes a run's certificate beside its ledger, and returns its path.
+
+    The files of a run that is given by its id in MLflow are fetched first.
+    """
     cfg: Options = read_options(Options, [*filter(is_option, arguments)])
     named = [argument for argument in arguments if not is_option(argument)]
     if len(named) == 1 and not Path(named[0]).exists() and not Path(named[0]).suffix:
